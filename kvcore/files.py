@@ -378,6 +378,21 @@ def _lock(file: int) -> None:
             raise BlockingIOError from None
 
 
+def is_being_written(file: int) -> bool:
+    """Return True if a living process writes the open file, as an `AtomicFile`.
+
+    False where files cannot be locked.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
 def _keep_aside(part: Path) -> None:
     """Rename a `.part` that a killed process has left, and log where it is."""
     import logging  # noqa: PLC0415 - rarely needed
@@ -435,6 +450,14 @@ def part_path(path: Path) -> Path:
     """Return the path that is written until `path` is whole: itself if it is a device."""
     special = path.exists() and not path.is_file()
     return path if special else path.with_name(f"{path.name}.part")
+
+
+def file_bytes(path: Path) -> int | None:
+    """Return the size of the file at `path`; None if there is none, or it has no size."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
 
 
 def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) -> None:

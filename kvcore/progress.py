@@ -9,7 +9,8 @@ from typing import TypeAlias, TypeVar
 Item = TypeVar("Item")
 
 Tick: TypeAlias = Callable[[int], None]
-"""Called with the number of items that were processed since the last call."""
+"""Called with the number of items that were processed since the last call, or with bytes of
+the file that they come from: a trace has as many lines as it has, but a size."""
 
 Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
 """Begins to show progress: called with a description and the number of items (None: unknown),
@@ -31,16 +32,19 @@ def unseen(done: int) -> None:
 
 
 def ticked(items: Iterable[Item], tick: Tick) -> Iterable[Item]:
-    """Return `items`, calling `tick` after every `STRIDE` of them and after the last."""
+    """Return `items`, calling `tick` after every `STRIDE` of them and after the last.
+
+    The calls are with items; or with bytes, if `items` has a `position` in its file, as the
+    reader of a trace does.
+    """
     return items if tick is unseen else _ticked(items, tick)
 
 
 def _ticked(items: Iterable[Item], tick: Tick) -> Iterator[Item]:
-    fresh = 0
-    for item in items:
+    told = count = 0
+    for count, item in enumerate(items, 1):
         yield item
-        fresh += 1
-        if fresh == STRIDE:
-            tick(fresh)
-            fresh = 0
-    tick(fresh)
+        if not count % STRIDE:
+            told, before = getattr(items, "position", count), told
+            tick(told - before)
+    tick(getattr(items, "position", count) - told)

@@ -17,9 +17,9 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.extras import import_extra
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, as_text, parse
 from kvcore.progress import Progress, Tick, silent, ticked
@@ -122,7 +122,7 @@ class Source:
 
 
 @attrs.frozen(kw_only=True)
-class Comparison:
+class Comparison(Shown):
     """The result of `compare`: one row a policy and size, in the order asked for.
 
     Attributes:
@@ -145,9 +145,6 @@ class Comparison:
         Raises:
             PluginError: polars is not installed.
         """
-        needed = "to_frame needs polars, which cannot be imported"
-        instead = ", or make a frame of `comparison.rows` yourself"
-        pl = import_extra("polars", needed, "lab", instead)
         left_out = attrs.filters.exclude(
             "options", "hit_ratio", "reuse_ratio", "residency", "tiers", "bill"
         )
@@ -159,7 +156,7 @@ class Comparison:
             | ({} if row.bill is None else {"bill_usd": row.bill.usd})
             for row in self.rows
         ]
-        return pl.DataFrame(rows, infer_schema_length=None)
+        return data_frame(rows, "`comparison.rows`")
 
 
 def compare(

@@ -10,6 +10,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.cost import PrefillCost, default_prefill_cost, read_cost
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.options import nearest
 from kvcore.units import NS_PER_S
 
@@ -358,7 +359,7 @@ class Summary:
 
 
 @attrs.frozen(kw_only=True)
-class Explanation:
+class Explanation(Shown):
     """The result of `explain`: miss reasons of every request of a trace.
 
     Attributes:
@@ -405,6 +406,32 @@ class Explanation:
             msg = f"request {request!r} is not in {self.source}{self._ids(str(request))}"
             raise InputError(msg)
         return found
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the requests, with the tokens each missed by reason.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = []
+        for each in self.requests.values():
+            lost = dict.fromkeys(CATEGORIES, 0)
+            for loss in each.losses:
+                lost[loss.category] += loss.tokens
+            times = {"arrived_s": each.arrived, "admitted_s": each.admitted}
+            rows.append(
+                {
+                    "request": str(each.request),
+                    "tenant": each.tenant,
+                    "salt": each.salt,
+                    "state": each.state,
+                    **{k: None if t is None else t / NS_PER_S for k, t in times.items()},
+                    "prompt_tokens": each.tokens,
+                    "hit_tokens": each.hit,
+                    **{f"{name}_tokens": tokens for name, tokens in lost.items()},
+                }
+            )
+        return data_frame(rows, "`explanation.requests`")
 
     def prefill_seconds(self, loss: MissSegment) -> float:
         """Return the least seconds to prefill the tokens of `loss` after those before them."""

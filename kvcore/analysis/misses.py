@@ -23,6 +23,7 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
     TierDrop,
 )
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import TracedPrompt, TracedSpan, ViolationError, path
 
@@ -33,15 +34,12 @@ if TYPE_CHECKING:
 SHARES_NOTHING = "none"
 """The prefix cache that stores nothing for others."""
 
-STRIDE = 1024
-"""Lines between two ticks."""
-
 
 def explain(
     file: str | os.PathLike[str],
     *,
     source: str | None = None,
-    tick: Callable[[int], object] | None = None,
+    tick: Tick = unseen,
 ) -> Explanation:
     """Return what each request of a trace hit at first admission, and why no more.
 
@@ -52,7 +50,7 @@ def explain(
     Args:
         file: the trace.
         source: what to call it; None: by its path.
-        tick: is told now and then how many more lines were read; None: nobody is.
+        tick: called with the bytes of the file that are done.
 
     Raises:
         InputError: the file cannot be opened.
@@ -61,7 +59,7 @@ def explain(
     reader = read_events(file)
     inquest: MissClassifier | None = None
     header: dict[str, Any] = {}
-    for event in reader:
+    for event in ticked(reader, tick):
         try:
             if inquest is None:
                 header = event.as_dict()
@@ -70,8 +68,6 @@ def explain(
                 inquest.take(event)
         except ValueError as error:
             reader.fail(f"{event.event}: {error}")
-        if tick is not None and not reader.line % STRIDE:
-            tick(STRIDE)
     if inquest is None:
         reader.fail("there is no HEADER, so nothing can be told of what follows")
     inquest.judge()

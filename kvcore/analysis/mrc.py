@@ -29,8 +29,10 @@ from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import FAILURES
 from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
@@ -89,7 +91,7 @@ class Curve:
 
 
 @attrs.frozen(kw_only=True)
-class Curves:
+class Curves(Shown):
     """The result of `curve`.
 
     Attributes:
@@ -112,6 +114,25 @@ class Curves:
     def ratio(self, hit_blocks: int) -> float | None:
         """Return hits as a share of the blocks looked up; None where there were none."""
         return hit_blocks / self.lookup_blocks if self.lookup_blocks else None
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the points: one row a policy and size.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [
+            {
+                "eviction": curve.eviction,
+                "options": ",".join(f"{k}={as_text(v)}" for k, v in curve.options.items()),
+                "blocks": blocks,
+                "hit_blocks": hits,
+                "hit_ratio": self.ratio(hits),
+            }
+            for curve in self.curves
+            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
+        ]
+        return data_frame(rows, "`curves.curves`")
 
 
 def curve(

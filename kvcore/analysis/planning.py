@@ -34,6 +34,7 @@ from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig
 from kvcore.config.run_config import read_option
 from kvcore.errors import InputError, PluginError
+from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 
@@ -99,7 +100,7 @@ class Limit:
 
 
 @attrs.frozen(kw_only=True)
-class FleetPlan:
+class FleetPlan(Shown):
     """The result of `plan`.
 
     Attributes:
@@ -130,6 +131,30 @@ class FleetPlan:
     def best(self) -> Option | None:
         """The fleet to take; None if none meets the SLO."""
         return self.options[0] if self.options else None
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the fleets that meet the SLO, best first.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [
+            {
+                "replicas": option.fleet.replicas,
+                "devices": option.fleet.devices,
+                "blocks": option.fleet.blocks,
+                "host_bytes": option.fleet.host_bytes,
+                "gpus": option.fleet.gpus,
+                "pool_bytes": option.pool_bytes,
+                "slo_met": option.served.attainment,
+                "hit_ratio": option.served.hit_ratio,
+                "ttft_s_p99": (option.served.ttft_s or {}).get("p99"),
+                "tpot_s_p99": (option.served.tpot_s or {}).get("p99"),
+                "busiest": option.served.busiest,
+            }
+            for option in self.options
+        ]
+        return data_frame(rows, "`plan.options`")
 
 
 def plan(

@@ -12,6 +12,7 @@ from kvcore.analysis.billing import Bills, PromptCache, PromptSize, bill, full_k
 from kvcore.errors import InputError
 from kvcore.models.pricing import PriceModel, find_price
 from kvcore.plugins.options import nearest
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
 from kvcore.units import NS_PER_S
 from kvcore.workloads.logged import LoggedRequest
@@ -160,7 +161,11 @@ class PromptExplanation:
 
 
 def explain_prompts(
-    requests: Iterable[Request], price: PriceModel | str, *, source: str = "requests"
+    requests: Iterable[Request],
+    price: PriceModel | str,
+    *,
+    source: str = "requests",
+    tick: Tick = unseen,
 ) -> PromptExplanation:
     """Return why prompts were not read from an API's cache, token by token.
 
@@ -172,6 +177,7 @@ def explain_prompts(
         requests: a workload, or the requests of one, in order of arrival. Read twice.
         price: the prices and the rule, or their text.
         source: what the requests are called.
+        tick: called with the number of requests that are explained.
 
     Raises:
         InputError: an unknown price, or a request that cannot be read.
@@ -181,7 +187,7 @@ def explain_prompts(
     return PromptExplanation(
         source=source,
         bills=bill(requests, price),
-        prompts=[classifier.explain(request) for request in requests],
+        prompts=[classifier.explain(request) for request in ticked(requests, tick)],
     )
 
 

@@ -15,8 +15,8 @@ from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.compaction import Compactor
 from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.extras import import_extra
 from kvcore.models.codec import Part
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of
 from kvcore.plugins.manager import Plugins, resolve
@@ -75,7 +75,7 @@ class QualityRow:
 
 
 @attrs.frozen(kw_only=True)
-class Quality:
+class Quality(Shown):
     """The result of `measure`: most bytes first, rows of one budget by their divergence.
 
     Attributes:
@@ -113,12 +113,9 @@ class Quality:
         Raises:
             PluginError: polars is not installed.
         """
-        needed = "to_frame needs polars, which cannot be imported"
-        instead = ", or make a frame of `quality.rows` yourself"
-        pl = import_extra("polars", needed, "lab", instead)
         left_out = attrs.filters.exclude("needle_by_depth")
         rows = [attrs.asdict(row, filter=left_out) for row in self.rows]
-        return pl.DataFrame(rows, infer_schema_length=None)
+        return data_frame(rows, "`quality.rows`")
 
 
 @attrs.frozen

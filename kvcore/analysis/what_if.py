@@ -17,9 +17,10 @@ from kvcore.cache.residency import CacheStats
 from kvcore.config.recorded import RecordedParts
 from kvcore.config.run_config import PluginChoice, TierChoices
 from kvcore.errors import InputError, TraceError
-from kvcore.files import refuse_overwrite
+from kvcore.files import file_bytes, refuse_overwrite
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins
-from kvcore.progress import Progress, Tick, silent, ticked
+from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
@@ -403,7 +404,7 @@ SCHEMA = 1
 
 
 @attrs.frozen(kw_only=True)
-class WhatIf:
+class WhatIf(Shown):
     """The result of `whatif`: a recorded run, and the same requests run again.
 
     Attributes:
@@ -426,6 +427,20 @@ class WhatIf:
     recorded: RunSummary
     rerun: RunSummary
     changes: list[Change]
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the requests that fared differently.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [
+            {"request": str(change.request), "prompt": change.prompt}
+            | {f"recorded_{name}": value for name, value in change.recorded.as_dict().items()}
+            | {f"rerun_{name}": value for name, value in change.rerun.as_dict().items()}
+            for change in self.changes
+        ]
+        return data_frame(rows, "`whatif.changes`")
 
     def gained(self, most: int = 5) -> list[Change]:
         """Return the requests that gained most hit tokens, largest gain first."""
@@ -502,7 +517,8 @@ def whatif(
         export: the file to write the trace of the new run to.
         price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
-        progress: is told how many requests have been run again; None: nobody is.
+        progress: is given the bytes of the trace that are checked, and then the requests that
+            have been run again; None: nothing is.
 
     Raises:
         InputError: a trace that cannot be run again (wall clock, calls made by hand), parts
@@ -521,14 +537,16 @@ def whatif(
     parts = RecordedParts(workload.file, header.as_dict(), workload, changes_asked, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
+    progress = progress or silent
     with ExitStack() as stack:
         trace = None
         if export is not None:
             trace = stack.enter_context(Trace(export, **parts.header()))
         rerun = _Rerun(parts, parts.cache(trace), workload)
-        recorded = _verified(workload.file, workload.header, parts.slo)
+        with progress(f"checking {workload.file}", file_bytes(workload.file)) as tick:
+            recorded = _verified(workload.file, workload.header, parts.slo, tick)
         shown = f"running {workload.name} again", len(recorded.log.ids)
-        log = rerun.run(stack.enter_context((progress or silent)(*shown)))
+        log = rerun.run(stack.enter_context(progress(*shown)))
     before, after = _bills(workload, price, recorded.log, log)
     return WhatIf(
         file=str(workload.file),
@@ -552,15 +570,19 @@ def whatif(
     )
 
 
-def bill_trace(file: str | os.PathLike[str], price: PriceModel | str) -> Bills:
+def bill_trace(
+    file: str | os.PathLike[str], price: PriceModel | str, tick: Tick = unseen
+) -> Bills:
     """Return what an API would have charged for the requests of a trace, with its hits too.
+
+    `tick` is called with the bytes of the file that are done.
 
     Raises:
         InputError: an unknown price, or a trace of calls that were made by hand.
         TraceError: the trace is damaged, or cut.
     """
     workload = TraceWorkload(file)
-    recorded = _verified(workload.file, workload.header, None)
+    recorded = _verified(workload.file, workload.header, None, tick)
     (found,) = _bills(workload, price, recorded.log)
     assert found is not None
     return found
@@ -627,7 +649,9 @@ class _Rerun:
         return log
 
 
-def _verified(file: Path, header: events.Header, slo: SLO | None) -> Recorded:
+def _verified(
+    file: Path, header: events.Header, slo: SLO | None, tick: Tick = unseen
+) -> Recorded:
     """Check every line of a trace; return the log of its requests.
 
     Raises:
@@ -636,7 +660,7 @@ def _verified(file: Path, header: events.Header, slo: SLO | None) -> Recorded:
     reader = TraceReader(file)
     checker: TraceChecker | None = None
     recorded = Recorded(reader, header, slo)
-    for event in reader:
+    for event in ticked(reader, tick):
         checker = check_event(reader, checker, event)
         recorded.take(event)
     if not reader.complete:

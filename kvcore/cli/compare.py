@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
@@ -29,6 +30,8 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    plot_file,
+    plot_option,
     print_notes,
     print_table,
     print_text,
@@ -108,6 +111,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     "--residency", is_flag=True, help="Measure how long blocks rest in the cache between uses."
 )
 @price_option
+@plot_option
 @prometheus_option
 @json_option
 def compare(workload: str | None, **given: Any) -> None:
@@ -143,6 +147,7 @@ def compare(workload: str | None, **given: Any) -> None:
     with (
         nullcontext() if csv is None else atomic_file(csv) as rows,
         metrics_file(prometheus, source, csv, given["trace"], as_json=as_json) as metrics,
+        plot_file(given["picture"], source.options().values()) as write_plot,
     ):
         comparison = run_comparison(
             source,
@@ -166,6 +171,10 @@ def compare(workload: str | None, **given: Any) -> None:
             write_csv(comparison, rows)
         if metrics is not None:
             metrics(comparison_metrics(comparison))
+        labels = None if budget is None else budget.labels
+        tiers = () if below is None else tuple(map(describe, below.tiers()))
+        report = ComparisonReport(comparison, labels, prefix, recompute, tiers)
+        write_plot(partial(_plot, report))
     if as_json:
         document = _document(comparison)
         if budget is not None:
@@ -174,11 +183,14 @@ def compare(workload: str | None, **given: Any) -> None:
             document["prefix"] = prefix
         emit_json(document)
     elif prometheus != STDOUT:
-        labels = None if budget is None else budget.labels
-        tiers = () if below is None else tuple(map(describe, below.tiers()))
-        report = ComparisonReport(comparison, labels, prefix, recompute, tiers)
         _print(report, budget, residency=given["residency"])
     print_notes(source)
+
+
+def _plot(report: ComparisonReport, form: str) -> bytes:
+    from kvcore.report.charts import comparison_chart  # noqa: PLC0415 - for plots alone
+
+    return comparison_chart(report).plot(form)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:

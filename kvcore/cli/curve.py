@@ -26,6 +26,8 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    plot_file,
+    plot_option,
     print_notes,
     print_sections,
     print_table,
@@ -96,6 +98,7 @@ KINDS = (*FORMS, "csv", "json")
     metavar="FILE",
     help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.",
 )
+@plot_option
 @json_option
 def curve(workload: str | None, **given: Any) -> None:
     """Show what policies hit on WORKLOAD, by pool size up to one that holds everything.
@@ -133,7 +136,9 @@ def curve(workload: str | None, **given: Any) -> None:
         policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
     if kind in FORMS:
         matplotlib()
-    with nullcontext() if out is None else atomic_file(out) as file:
+    inputs = source.options().values()
+    opened = nullcontext() if out is None else atomic_file(out)
+    with opened as file, plot_file(given["picture"], inputs) as write_plot:
         curves = make_curves(
             source,
             policies,
@@ -150,6 +155,7 @@ def curve(workload: str | None, **given: Any) -> None:
         report = CurvesReport(curves, layout)
         if file is not None:
             _write(report, kind, file, plot)
+        write_plot(lambda form: plot(report, form))
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
@@ -189,8 +195,11 @@ def _plane(
     if kind in FORMS:
         matplotlib()
     out = given["out"]
-    points, pools = _sizes(given["sizes"], FINE if kind in FORMS else SIDE)
-    with nullcontext() if out is None else atomic_file(out) as file:
+    drawn = kind in FORMS or given["picture"] is not None
+    points, pools = _sizes(given["sizes"], FINE if drawn else SIDE)
+    inputs = source.options().values()
+    opened = nullcontext() if out is None else atomic_file(out)
+    with opened as file, plot_file(given["picture"], inputs) as write_plot:
         found = make_plane(
             source,
             given["tier"],
@@ -208,6 +217,7 @@ def _plane(
         report = PlaneReport(found, layout)
         if file is not None:
             _write(report, kind, file, lambda report, form: report.plot(form))
+        write_plot(report.plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:

@@ -21,6 +21,7 @@ from kvcore.cli.output import (
     print_sections,
     print_text,
     progress,
+    reading,
 )
 from kvcore.cli.verb import Count, complete_workload, plugin_completion, verb
 from kvcore.config import find_workload
@@ -107,8 +108,9 @@ def explain(
         return
     if _is_trace(source, plugins):
         _refuse(source, given)
-        with progress("explaining", None) as tick:
-            explanation = explain_trace(input_path(source), tick=tick)
+        path = input_path(source)
+        with reading("explaining", path) as tick:
+            explanation = explain_trace(path, tick=tick)
     else:
         explanation = _replayed(source, plugins, given)
     if summary:
@@ -163,8 +165,8 @@ def _billed(
     workload = part_of(
         find_workload(source, plugins, given["seed"]), given["limit"], given["window"]
     )
-    with progress(f"explaining {workload.name}", None):
-        found = explain_prompts(workload, price, source=workload.name)
+    with progress(f"explaining {workload.name}", workload.size) as tick:
+        found = explain_prompts(workload, price, source=workload.name, tick=tick)
     chosen = None if request is None else found.of(request)
     if as_json:
         emit_json(found.as_dict() | ({} if chosen is None else chosen.as_dict()))
@@ -226,5 +228,5 @@ def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explan
             progress=progress,
         )
         print_notes(workload)
-        with progress("explaining", None) as tick:
+        with reading("explaining", trace) as tick:
             return explain_trace(trace, source=workload.name, tick=tick)

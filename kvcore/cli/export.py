@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, input_file, json_option, progress
+from kvcore.cli.output import emit_json, file_path, input_file, json_option, reading
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
@@ -37,15 +37,15 @@ def _events(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
     return {"batches": batches}
 
 
-def _announced_lines(trace: Path, out: Path, *, force: bool) -> int:
-    """Return the lines of the trace, after a notice of how large its events will be.
+def _announce(trace: Path, out: Path, *, force: bool) -> None:
+    """Print a notice of how large the events of a trace will be, if they are many.
 
     Raises:
         StorageError: the disk has less free than that, and `force` is not given.
     """
     from kvcore.kv_events import ExportSize  # noqa: PLC0415 - as above
 
-    with progress("counting", None) as tick:
+    with reading("counting", trace) as tick:
         size = ExportSize.of(trace, tick)
     asked = size.bytes(compressed=compressor(out) is not None)
     about = (
@@ -62,7 +62,6 @@ def _announced_lines(trace: Path, out: Path, *, force: bool) -> int:
             raise StorageError(msg)
     if asked >= ANNOUNCED:
         echo(f"kvcore: writing {about}", err=True)
-    return size.lines
 
 
 def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
@@ -91,25 +90,39 @@ def _requests(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
     return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
 
 
+def _tracks(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
+    from kvcore.kv_events import write_lines  # noqa: PLC0415 - as above
+    from kvcore.report.perfetto import PerfettoTrace  # noqa: PLC0415 - for this format alone
+
+    document = PerfettoTrace(trace, tick)
+    write_lines(out, document)
+    counts = ("events", "requests", "tracks", "evictions")
+    return {name: getattr(document, name) for name in counts}
+
+
 FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
     "vllm": _events,
     "dynamo": _router_events,
     "mooncake": _requests,
+    "perfetto": _tracks,
 }
 """By format: the function that writes a trace in it, and returns the counts to report."""
 
 
 @verb(
-    "kvcore export run.jsonl.gz --format mooncake --out requests.jsonl",
-    "kvcore export run.jsonl.gz --format vllm --zmq tcp://127.0.0.1:5557",
+    "kvcore export run.jsonl.gz --to mooncake --out requests.jsonl",
+    "kvcore export run.jsonl.gz --to perfetto --out run.json.gz",
+    "kvcore export run.jsonl.gz --to vllm --zmq tcp://127.0.0.1:5557",
+    renamed={"--format": "--to"},
 )
 @click.argument("trace", callback=input_file)
 @click.option(
-    "--format",
+    "--to",
     "kind",
     type=click.Choice(list(FORMATS)),
     required=True,
-    help="Format: KV events of vLLM, router events of Dynamo, or requests of Mooncake.",
+    help="Format: KV events of vLLM, router events of Dynamo, requests of Mooncake, or tracks "
+    "for Perfetto and chrome://tracing.",
 )
 @click.option(
     "--out",
@@ -141,20 +154,21 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Export the TRACE of a run as KV events or as requests, for other tools.
+    """Export the TRACE of a run as KV events, requests or tracks, for other tools.
 
     Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
     ZMQ, from the first subscriber's connection until the last subscriber leaves.
     """
     if out is not None and zmq is None and replay is None:
         refuse_overwrite(out, [trace])
-        lines = _announced_lines(trace, out, force=force) if kind == "vllm" else None
-        with progress("exporting", lines) as tick:
+        if kind == "vllm":
+            _announce(trace, out, force=force)
+        with reading("exporting", trace) as tick:
             found = FORMATS[kind](trace, out, tick)
     elif out is None and zmq is not None and kind == "vllm":
         found = _publish(trace, zmq, replay)
     else:
-        msg = "give --out FILE, or with --format vllm --zmq ADDRESS and perhaps --replay"
+        msg = "give --out FILE, or with --to vllm --zmq ADDRESS and perhaps --replay"
         raise click.UsageError(msg)
     to = out or zmq
     for note in _notes(found):

@@ -33,6 +33,7 @@ VERBS = {
     "explain": "kvcore.cli.explain",
     "export": "kvcore.cli.export",
     "plan": "kvcore.cli.plan",
+    "plot": "kvcore.cli.plot",
     "plugins": "kvcore.cli.plugins",
     "quality": "kvcore.cli.quality",
     "record": "kvcore.cli.record",
@@ -41,7 +42,9 @@ VERBS = {
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",
+    "tour": "kvcore.cli.tour",
     "view": "kvcore.cli.view",
+    "watch": "kvcore.cli.watch",
 }
 """Where each verb is: a module with a click command of the verb's name."""
 

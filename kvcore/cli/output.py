@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
+from time import monotonic
 from typing import Any, TypeAlias
 
 import click
@@ -17,18 +21,26 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
-from kvcore.files import STDIN, atomic_file, input_path, refuse_overwrite
-from kvcore.progress import unseen
+from kvcore.files import STDIN, atomic_file, file_bytes, input_path, refuse_overwrite
+from kvcore.progress import Tick, unseen
+from kvcore.units import NS_PER_S, format_number, parse_seconds
 from kvcore.workloads import Workload
+
+PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
+"""Environment variable: seconds between two lines of progress in a pipe; 0: none is printed."""
+
+FEW = 1000
+"""Things to do from which on a share is told of them, not a number."""
 
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
@@ -171,19 +183,124 @@ def print_sections(*sections: Section) -> None:
 
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr while the body runs, if that is a terminal.
+    """Show on stderr how far the body is: a bar on a terminal, else a line now and then.
 
     Yields a function to call with how many more of `total` are done (None: unknown).
     """
     if not sys.stderr.isatty():
-        yield unseen
+        yield _lines_of(description, total)
         return
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    left, console = TimeRemainingColumn(), Console(stderr=True)
-    with Progress(*columns, left, console=console, transient=True) as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), _Done()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def line_seconds() -> float:
+    """Return the seconds between two lines of progress where stderr is no terminal.
+
+    Raises:
+        InputError: the environment variable is no time.
+    """
+    text = os.environ.get(PROGRESS_SECONDS, "10")
+    try:
+        return parse_seconds(text) / NS_PER_S or inf
+    except InputError as error:
+        msg = f"{PROGRESS_SECONDS}: {error}"
+        raise InputError(msg) from error
+
+
+def reading(description: str, path: Path) -> AbstractContextManager[Tick]:
+    """Show how much of a file is read, to be called with bytes: a `progress` of a reader."""
+    return progress(description, file_bytes(path))
+
+
+def done_so_far(done: float, total: float | None, seconds: float) -> str:
+    """Return how much is done after so many seconds, and how many are left if it goes on so.
+
+    `3 of 12, 40 s left`; `45%, 12 s left` of a thousand or more; `2,300 (120/s)` of a number
+    that is not known.
+    """
+    if total is None or not 0 < done <= total:
+        return f"{done:,.0f} ({format_number(done / seconds)}/s)" if done and seconds else ""
+    part = f"{done:.0f} of {total:.0f}" if total < FEW else f"{done / total:.0%}"
+    return f"{part}, {duration(seconds * (total - done) / done)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in whole seconds: `12 s`, `3 min 20 s`, `2 h 5 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+class _Done(ProgressColumn):
+    """The column of a progress bar that says how much is done, and how long the rest takes."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text."""
+        return Text(done_so_far(task.completed, task.total, task.elapsed or 0))
+
+
+def _lines_of(description: str, total: int | None) -> Tick:
+    """Return a tick that prints a line from time to time."""
+    every = line_seconds()
+    if every == inf:
+        return unseen
+    begun = told = monotonic()
+    done = 0
+
+    def tick(more: int) -> None:
+        nonlocal done, told
+        done += more
+        now = monotonic()
+        if now - told >= every:
+            told = now
+            far = done_so_far(done, total, now - begun)
+            echo(f"kvcore: {description}: {far}", err=True)
+
+    return tick
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of a plot, which can be drawn here as its name says."""
+    path = file_path(ctx, param, value)
+    if path is not None and not ctx.resilient_parsing:
+        from kvcore.report.mrc import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
+
+        if path.suffix[1:].lower() not in FORMS:
+            flag, forms = param.opts[-1], " or .".join(FORMS)
+            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
+            raise InputError(msg)
+        matplotlib()
+    return path
+
+
+picture_option = partial(click.option, callback=_picture, metavar="FILE")
+"""Return the option of a file for a plot, by its flags and more settings."""
+
+plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
+
+
+@contextmanager
+def plot_file(
+    path: Path | None, inputs: Iterable[object] = ()
+) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
+    """Open the file of a plot before there is one; yield what writes it, as `png` or `svg`.
+
+    If the body raises, no file is left. Without a path nothing is drawn.
+
+    Raises:
+        InputError: one of the `inputs`, or a file that cannot be written.
+    """
+    if path is None:
+        yield lambda _: None
+        return
+    refuse_overwrite(path, inputs)
+    with atomic_file(path) as file:
+        yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
 
 
 STDOUT = Path("-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    plot_file,
+    plot_option,
     print_sections,
     progress,
 )
@@ -103,6 +106,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
     metavar="WHERE",
     help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
 )
+@plot_option
 @json_option
 @click.pass_context
 def plan(ctx: click.Context, /, **given: Any) -> None:
@@ -131,7 +135,10 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     }
     make_directory(out)
     try:
-        with Journal(out / "journal.jsonl") as journal:
+        with (
+            Journal(out / "journal.jsonl") as journal,
+            plot_file(given["picture"], source.options().values()) as write_plot,
+        ):
             found = make_plan(
                 source,
                 percentile=given["percentile"],
@@ -149,6 +156,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
             with atomic_file(written) as file:
                 option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
                 file.buffer.write(orjson.dumps(document, option=option))
+            write_plot(partial(_plot, report))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
         raise
@@ -162,3 +170,9 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         echo(f"kvcore: {note}", err=True)
     if found.best is None:
         ctx.exit(NONE_FOUND)
+
+
+def _plot(report: PlanReport, form: str) -> bytes:
+    from kvcore.report.charts import plan_chart  # noqa: PLC0415 - for plots alone
+
+    return plan_chart(report).plot(form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,16 @@ from kvcore.analysis.quality import measure
 from kvcore.cli.options import shared
 from kvcore.cli.output import (
     emit_json,
-    file_path,
     input_file,
     json_option,
+    plot_file,
+    plot_option,
     print_table,
     print_text,
     progress,
 )
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.report.mrc import FORMS, matplotlib
 from kvcore.report.quality import QualityReport, plot
 
 RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
@@ -87,13 +85,7 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
 )
 @shared("threads")
 @shared("seed", default=0, text="Seed of texts, haystacks, and plugins that draw.")
-@click.option(
-    "--plot",
-    "picture",
-    callback=file_path,
-    metavar="FILE",
-    help=f"File for a plot: .{', .'.join(FORMS)}.",
-)
+@plot_option
 @json_option
 def quality(**given: Any) -> None:
     """Measure what is lost where K/V is bounded by a retention policy, or shrunk by a codec.
@@ -102,13 +94,8 @@ def quality(**given: Any) -> None:
     codec leave of it at each budget of bytes. What differs is measured: attention's output,
     the distribution of the next token, and whether a needle in a haystack is found.
     """
-    out, text = given["picture"], given["text"]
-    kind = _kind(out)
-    if kind:
-        matplotlib()
-    if out is not None and text is not None:
-        refuse_overwrite(out, [text])
-    with nullcontext() if out is None else atomic_file(out) as file:
+    text = given["text"]
+    with plot_file(given["picture"], [] if text is None else [text]) as write:
         report = QualityReport(
             measure(
                 str(given["generator"]),
@@ -120,8 +107,7 @@ def quality(**given: Any) -> None:
                 **{name: given[name] for name in AS_GIVEN},
             )
         )
-        if file is not None:
-            file.buffer.write(plot(report, kind))
+        write(lambda form: plot(report, form))
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
         return
@@ -135,15 +121,6 @@ AS_GIVEN = (
     *("needles", "needle_generator", "threads", "seed"),
 )
 """Options that are arguments of `measure`, of the same name."""
-
-
-def _kind(out: Path | None) -> str:
-    """Return what `--plot` is to be, by its name."""
-    kind = "" if out is None else out.suffix[1:].lower()
-    if out is not None and kind not in FORMS:
-        msg = f"--plot {out}: a name says what is drawn; end it with .{' or .'.join(FORMS)}"
-        raise InputError(msg)
-    return kind
 
 
 def _read(path: Path) -> str:

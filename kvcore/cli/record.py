@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option, print_table
+from kvcore.cli.output import (
+    done_so_far,
+    emit_json,
+    file_path,
+    json_option,
+    line_seconds,
+    print_table,
+)
 from kvcore.cli.verb import Count, echo, escaped, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
@@ -200,22 +207,24 @@ def _ending(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]]]:
-    """Yield a printer of sentences on stderr, and one of the tally, if stderr is a terminal."""
-    terminal, shown = sys.stderr.isatty(), 0.0
+    """Yield a printer of sentences on stderr, and one of the tally from time to time."""
+    terminal = sys.stderr.isatty()
+    every = REDRAW_SECONDS if terminal else line_seconds()
+    begun = shown = monotonic()
 
     def warn(sentence: str) -> None:
         click.echo(f"{ERASE if terminal else ''}kvcore: {escaped(sentence)}", err=True)
 
     def progress(tally: Tally) -> None:
         nonlocal shown
-        if terminal and monotonic() - shown > REDRAW_SECONDS:
-            shown = monotonic()
-            click.echo(
-                f"{ERASE}{tally.batches:,} batches, {tally.stored:,} blocks stored, "
-                f"{tally.removed:,} removed, {tally.gaps:,} gaps",
-                nl=False,
-                err=True,
+        if (now := monotonic()) - shown > every:
+            shown = now
+            line = (
+                f"batches: {done_so_far(tally.batches, None, now - begun)}, {tally.stored:,} "
+                f"blocks stored, {tally.removed:,} removed, {tally.gaps:,} gaps"
             )
+            line = f"{ERASE}{line}" if terminal else f"kvcore: {line}"
+            click.echo(line, nl=not terminal, err=True)
 
     yield warn, progress
     if terminal:

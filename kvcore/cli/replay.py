@@ -16,6 +16,7 @@ from kvcore.cli.output import (
     json_option,
     print_sections,
     progress,
+    reading,
 )
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, TraceError
@@ -94,12 +95,15 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
             raise InputError(msg)
         _what_if(file, given | {"price": price}, as_json=as_json)
         return
-    report = replay_trace(file, None if at is None else parse_seconds(at))
+    moment = None if at is None else parse_seconds(at)
+    with reading("replaying", file) as tick:
+        report = replay_trace(file, moment, tick)
     document, bills = report.as_dict(), None
     if price is not None and report.complete:
         from kvcore.analysis.what_if import bill_trace  # noqa: PLC0415 - for prices alone
 
-        document["bill"] = bills = bill_trace(file, price).as_dict()
+        with reading("billing", file) as tick:
+            document["bill"] = bills = bill_trace(file, price, tick).as_dict()
     if as_json:
         emit_json(document)
     else:
@@ -116,7 +120,8 @@ def _show_recording(file: Path, *, as_json: bool) -> None:
     from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
     from kvcore.report.kv_events import rows  # noqa: PLC0415 - as above
 
-    report = check_recording(file)
+    with reading("checking", file) as tick:
+        report = check_recording(file, tick=tick)
     if as_json:
         emit_json(report.as_dict())
     else:

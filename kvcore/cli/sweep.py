@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,6 +16,8 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    plot_file,
+    plot_option,
     print_table,
     print_text,
     progress,
@@ -53,6 +56,12 @@ SHOWN = 10
     metavar="WHERE",
     help="Machines to run cells on: local, ray, or ray:HOST:PORT.  [default: local]",
 )
+@plot_option
+@click.option(
+    "--plot-axis",
+    metavar="NAME",
+    help="Axis to draw the plot over.  [default: the one of numbers that varies]",
+)
 @json_option
 @click.pass_context
 def sweep(
@@ -63,6 +72,8 @@ def sweep(
     out: Path | None,
     jobs: int | None,
     executor: str | None,
+    picture: Path | None,
+    plot_axis: str | None,
     as_json: bool,
 ) -> None:
     """Run each combination of the workloads, policies, sizes and more that NAME.TOML gives.
@@ -78,17 +89,21 @@ def sweep(
         journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
     with _naming(file):
         plan = Plan.of(source.grid)
-    _refuse_overwrite(plan.grid, [journal, *tables])
+    written = [journal, *tables, *([] if picture is None else [picture])]
+    _refuse_overwrite(plan.grid, written)
+    draw = None if picture is None else _drawing(plan.grid, plot_axis)
     if journal.name == JOURNAL:
         make_directory(journal.parent)
     try:
-        with Journal(journal) as opened:
+        with Journal(journal) as opened, plot_file(picture) as write_plot:
             for number in opened.damaged:
                 text = f"{journal}:{number}: does not match its digest: its cell is run again"
                 echo(f"kvcore: {text}, unless a later line has it", err=True)
             result = run_sweep(plan, opened, executor=runner, progress=progress)
             for table in tables:
                 write_table(result, table)
+            if draw is not None:
+                write_plot(partial(draw, result))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise
@@ -99,6 +114,18 @@ def sweep(
     if result.failed:
         _report_failures(result)
         ctx.exit(FAILED)
+
+
+def _drawing(grid: Grid, asked: str | None) -> Callable[[Sweep, str], bytes]:
+    """Return what draws the result of a grid, over the axis that was asked for.
+
+    Raises:
+        InputError: it cannot be drawn over it.
+    """
+    from kvcore.report.charts import sweep_axis, sweep_chart  # noqa: PLC0415 - for plots alone
+
+    axis = sweep_axis(grid, asked)
+    return lambda result, form: sweep_chart(result, axis).plot(form)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ HEADINGS = {
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
         *("residency", "trace", "out", "csv", "step_times", "export", "prometheus", "as_json"),
-        *("at", "picture"),
+        *("at", "picture", "plot_axis"),
     ),
     REST: (),
 }

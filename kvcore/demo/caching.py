@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Unpack
 import attrs
 
 from kvcore.cache import KVCache
+from kvcore.demo.one_head import OneHead
 from kvcore.engine import (
     AttendOptions,
     Backend,
@@ -151,6 +152,42 @@ class DenseSequenceCache(SequenceCache):
         return rows.new_empty((self._capacity, *rows.shape[1:]))
 
 
+class RecordingCache(DenseSequenceCache):
+    """A dense cache that keeps the queries as well, and what attention made of them.
+
+    Attributes:
+        outputs: what the heads of each layer gave in the last step, `[tokens, heads, width]`.
+    """
+
+    name = "recording"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.outputs: dict[int, Tensor] = {}
+        self._queries: dict[int, list[Tensor]] = {}
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+    ) -> Tensor:
+        """Keep the queries, scaled as the scores are, and attend as a dense cache does."""
+        scale = options.get("scale")
+        factor = queries.shape[-1] ** -0.5 if scale is None else scale
+        self._queries.setdefault(layer, []).extend(queries * factor)
+        self.outputs[layer] = super().attend(layer, queries, keys, values, **options)
+        return self.outputs[layer]
+
+    def head(self, layer: int, head: int, place: int) -> OneHead:
+        """Return what a query head computed for the token at `place`, its query scaled.
+
+        Copies the K/V up to `place`. Windows are not heeded.
+        """
+        query = self._queries[layer][place]
+        keys, values = self._layers[layer]
+        kv_head = head // (len(query) // keys.shape[1])
+        seen = (each[: place + 1, kv_head].tolist() for each in (keys, values))
+        return OneHead(query[head].tolist(), *seen)
+
+
 class PagedSequenceCache(SequenceCache):
     """Keeps K/V in blocks that a `KVCache` allocates one by one, on a backend."""
 
@@ -200,6 +237,7 @@ class Generation:
             layer.
         step_seconds: wall time of each step.
         step_kv_bytes: bytes of K/V held after each step.
+        step_projections: how many tokens each step projected, in each layer.
     """
 
     cache: str
@@ -207,6 +245,7 @@ class Generation:
     token_projections: int
     step_seconds: tuple[float, ...]
     step_kv_bytes: tuple[int, ...]
+    step_projections: tuple[int, ...]
 
 
 def generate(
@@ -232,6 +271,7 @@ def generate(
         PluginError: the generator returned no token.
     """
     tokens, seconds, held = list(prompt), [], []
+    projected = [0]
     for place in range(output):
         started = perf_counter()
         cached = cache.cached_tokens
@@ -248,6 +288,7 @@ def generate(
         cache.end(len(new))
         seconds.append(perf_counter() - started)
         held.append(cache.bytes)
+        projected.append(max(cache.projected.values(), default=0))
         if token is None:
             msg = f"generator {generator.name!r} gave no token for place {place} of its output"
             raise PluginError(msg)
@@ -257,9 +298,10 @@ def generate(
     return Generation(
         cache.name,
         tuple(tokens[len(prompt) :]),
-        max(cache.projected.values(), default=0),
+        projected[-1],
         tuple(seconds),
         tuple(held),
+        tuple(after - before for before, after in pairwise(projected)),
     )
 
 
@@ -484,6 +526,7 @@ class CachingReport:
                     "token_projections": each.token_projections,
                     "step_seconds": each.step_seconds,
                     "step_kv_bytes": each.step_kv_bytes,
+                    "step_projections": each.step_projections,
                 }
                 for each in self.generations
             ],

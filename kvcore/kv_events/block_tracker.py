@@ -30,6 +30,7 @@ from kvcore.kv_events.recording import (
     Restarted,
     Skipped,
 )
+from kvcore.progress import Tick, ticked, unseen
 
 Publisher: TypeAlias = int | str | None
 
@@ -350,11 +351,14 @@ class RecordingReport:
         return {"schema": SCHEMA, **fields}
 
 
-def check_recording(file: str | os.PathLike[str], *, full: bool = False) -> RecordingReport:
+def check_recording(
+    file: str | os.PathLike[str], *, full: bool = False, tick: Tick = unseen
+) -> RecordingReport:
     """Read a recording, and report which blocks are resident and what cannot be true.
 
     `full` says that the engine was in full-report mode: what is stored again was reused.
-    Also reads files of TensorRT-LLM's events and Dynamo's router events, one a line.
+    `tick` is called with the bytes of the file that are done. Also reads files of
+    TensorRT-LLM's events and Dynamo's router events, one a line.
 
     Raises:
         InputError: the file cannot be opened.
@@ -362,7 +366,7 @@ def check_recording(file: str | os.PathLike[str], *, full: bool = False) -> Reco
     """
     reader = RecordingReader(file)
     tracker, invalid = BlockTracker(full=full), 0
-    for item in reader:
+    for item in ticked(reader, tick):
         match item:
             case Received(batch, seq, publisher):
                 tracker.apply(batch, seq, publisher)

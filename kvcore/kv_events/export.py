@@ -55,12 +55,10 @@ class ExportSize:
     """What an export of a trace as vLLM's events holds, counted beforehand.
 
     Attributes:
-        lines: number of lines in the trace.
         blocks: number of blocks that are stored, each as often as it is.
         tokens: number of token ids that are written.
     """
 
-    lines: int
     blocks: int
     tokens: int
 
@@ -73,9 +71,8 @@ class ExportSize:
             TraceError: a line is damaged, or the trace is incomplete.
         """
         reader = read_events(trace)
-        lines, blocks, size = 0, 0, 0
+        blocks, size = 0, 0
         for line in ticked(reader, tick):
-            lines += 1
             if isinstance(line, events.Header):
                 size = line.block_size
             elif isinstance(line, events.Commit) and line.how in STORED:
@@ -83,7 +80,7 @@ class ExportSize:
             elif isinstance(line, (events.Offload, events.Recover)):
                 blocks += 0 if getattr(line, "parked", False) else line.blocks
         reader.require_complete()
-        return cls(lines, blocks, blocks * size)
+        return cls(blocks, blocks * size)
 
     def bytes(self, *, compressed: bool) -> int:
         """Return about how many bytes the recording takes; less where hashes are short.
@@ -106,7 +103,7 @@ def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterato
     the trace are the hashes: integers as they are, digests by their last 64 bits, as in vLLM;
     where a key is several blocks, a hash of the key and the block's place in it. Token ids are
     not in a trace: stand-ins take their place, equal for equal blocks alone. The trace is read
-    to its END, and its digest checked; `tick` is called with the lines that are done. Costs
+    to its END, and its digest checked; `tick` is called with the bytes that are done. Costs
     about 20 µs a line, and some µs a block.
 
     Raises:
@@ -173,7 +170,7 @@ class MooncakeRows:
 
     Attributes:
         trace: the file.
-        tick: called with the lines of the trace that are done.
+        tick: called with the bytes of the trace that are done.
         rows: how many were yielded.
         key_tokens: tokens a key of the trace; 0 before the first request.
         left_out: how many requests had a field that the format cannot express, by field; `t`

@@ -14,9 +14,10 @@ first blocks with an earlier one, its leader, and has the rest for itself.
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 NONE = -1
 """In a column: no request, span or tier."""
+
+PARKED = -2
+"""In place of the tier that blocks come from: they are of a preempted sequence, for itself."""
 
 KINDS = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COMMIT", "EVICT", "FORGET"),
@@ -86,7 +90,7 @@ the pool or gives back, and how much later (ns) than the row before it is.
 | FIRST_TOKEN, RESUME | sequence | | | | | |
 | PREEMPT | sequence | how | for whom or -1 | | | |
 | FINISH | sequence | output | | | | |
-| OFFLOAD | tier | first | blocks | tier it comes from or -1 | | |
+| OFFLOAD | tier | first | blocks | tier it comes from, -1, or -2: parked | | |
 | LOAD_START, LOAD | tier | first | blocks | sequence | | |
 | DROP | tier | first | blocks | reason | | |
 | RECOVER | tier | first | blocks | | | |
@@ -105,7 +109,7 @@ MOST = 2**53
 
 @attrs.define
 class Prompts:
-    """The prompts of a trace, by request number: how long they are, and whose content they have.
+    """The prompts of a trace, by request number: lengths, and whose content they have.
 
     Attributes:
         ids: of the requests.
@@ -115,6 +119,7 @@ class Prompts:
         leader, shared: the request that first had the block before `shared`, and how many
             blocks from the first on are the same; -1 and 0 if no earlier prompt begins alike.
         last_key: the last of the prompt's keys, None if it has none.
+        admitted, when: line and time (ns) of the first admission; -1 if there is none.
     """
 
     ids: list[int | str] = attrs.field(factory=list)
@@ -125,6 +130,8 @@ class Prompts:
     leader: array[int] = attrs.field(factory=lambda: array("q"))
     shared: array[int] = attrs.field(factory=lambda: array("q"))
     last_key: list[Any] = attrs.field(factory=list)
+    admitted: array[int] = attrs.field(factory=lambda: array("q"))
+    when: array[int] = attrs.field(factory=lambda: array("q"))
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
@@ -140,12 +147,28 @@ class Prompts:
         self.leader.append(first[keys[known - 1]] if known else NONE)
         self.shared.append(known * ratio)
         self.last_key.append(keys[-1] if keys else None)
+        self.admitted.append(NONE)
+        self.when.append(NONE)
         first.update(dict.fromkeys(keys[known:], number))
+
+    def admit(self, number: int, line: int, now: int) -> None:
+        """Record an admission, of which the first one counts."""
+        if self.admitted[number] == NONE:
+            self.admitted[number], self.when[number] = line, now
 
     def arrive(self, number: int, prompt: TracedPrompt, output: int) -> None:
         """Record the lengths of a request that was announced before, with the same keys."""
         self.tokens[number], self.output[number] = prompt.tokens, output
         self.lookup[number] = prompt.lookup
+
+    def pieces(self, number: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield a piece of a prompt as pieces `[first, end)` by whose content they are."""
+        while end > first and number != NONE:
+            shared = self.shared[number]
+            if end > shared:
+                yield number, max(first, shared), end
+                end = shared
+            number = self.leader[number]
 
     def of_key(self, key: Any) -> int:
         """Return the request that first had the block of a key."""
@@ -275,6 +298,8 @@ class Playback:
         self.header: dict[str, Any] = header.as_dict()
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
         self._tiers = {name: number for number, name in enumerate(names)}
+        # By tier and owner of the content, where the last block that is there ends.
+        self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
         structs = events.EVENTS | {"FORGET": events.Drop}
         self._kinds = {struct: KIND[name] for name, struct in structs.items()}
         self._evict_type = structs.pop("EVICT")
@@ -338,8 +363,15 @@ class Playback:
             "lookups": hits.lookup_blocks,
             "hits": hits.hit_blocks,
             "tiers": [
-                {"used": each.used, "stored": each.stored, "loaded": each.loaded}
-                for each in tiers
+                {
+                    "used": tier.used,
+                    "ends": list(ends.items()),
+                    "parked": [
+                        (self._numbers[request], end - first)
+                        for request, (first, end) in tier.parked.items()
+                    ],
+                }
+                for tier, ends in zip(tiers, self._ends.values(), strict=True)
             ],
         }
 
@@ -386,11 +418,15 @@ class Playback:
     def _hit(self, event: events.Hit) -> None:
         number = self._numbers[event.request]
         self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        if not event.again:
+            self.prompts.admit(number, event.n, event.t)
         self._row(event, number, event.seq, event.blocks, event.span, bool(event.again))
 
     def _miss(self, event: events.Miss) -> None:
         number = self._numbers[event.request]
         self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        if not event.again:
+            self.prompts.admit(number, event.n, event.t)
         why = WHY.index(event.why)
         self._row(event, number, event.seq, event.block, why, bool(event.again))
 
@@ -477,13 +513,21 @@ class Playback:
         number = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
+        self._store(event, number)
         self._row(event, number, self._tiers[event.tier], event.first, event.blocks)
 
+    def _store(self, event: events.Recover | events.Offload, number: int) -> None:
+        """Record that blocks of a prompt are in a tier."""
+        pieces = self.prompts.pieces(number, event.first, event.first + event.blocks)
+        self._ends[event.tier].update((owner, end) for owner, _, end in pieces)
+
     def _offload(self, event: events.Offload) -> None:
-        source = self._tiers[event.source] if event.source else NONE
+        source = self._tiers[event.source] if event.source else PARKED if event.parked else NONE
         values = self._tiers[event.tier], event.first, event.blocks, source
-        age = event.done - event.t
-        self._row(event, self._numbers[event.request], *values, age=age)
+        number = self._numbers[event.request]
+        if not event.parked:
+            self._store(event, number)
+        self._row(event, number, *values, age=event.done - event.t)
 
     def _load_start(self, event: events.LoadStart) -> None:
         self._move(event, event.done - event.t)
@@ -498,17 +542,29 @@ class Playback:
     def _drop(self, event: events.Discard) -> None:
         reason = DROPPED.index(event.reason)
         values = self._tiers[event.tier], event.first, event.blocks, reason
-        self._row(event, self._numbers[event.request], *values)
+        number, ends = self._numbers[event.request], self._ends[event.tier]
+        if event.reason != "parked":
+            end = event.first + event.blocks
+            for owner, first, _ in self.prompts.pieces(number, event.first, end):
+                if first > self.prompts.shared[owner]:
+                    ends[owner] = first
+                else:
+                    del ends[owner]
+        self._row(event, number, *values)
 
     def document(self) -> dict[str, Any]:
         """Return what is JSON of the playback: the run, and its requests."""
         prompts, explanation = self.prompts, self.explanation
         found = [explanation.requests.get(request) for request in prompts.ids]
-        size = self.header["block_size"]
-        reports = (
-            None if reasons is None else str(RequestReport(explanation, reasons))
-            for reasons in found
+        last = self.first + len(self.rows["kind"])
+        shown = (
+            each is not None and (line == NONE or self.first <= line < last)
+            for each, line in zip(found, prompts.admitted, strict=True)
         )
+        whys = [
+            str(RequestReport(explanation, each)) if each is not None and show else ""
+            for each, show in zip(found, shown, strict=True)
+        ]
         return {
             "file": self.file,
             "header": self.header,
@@ -526,23 +582,49 @@ class Playback:
             },
             "requests": {
                 "id": list(map(str, prompts.ids)),
-                **{name: getattr(prompts, name).tolist() for name in PROMPT_COLUMNS},
-                "hit": [each.hit // size if each else 0 for each in found],
-                "optimum": [each.optimum // size if each else 0 for each in found],
-                "why": list(reports),
+                "why": share_phrases(whys),
             },
         }
 
-    def columns(self) -> bytes:
-        """Return the rows as planes of bytes: see `pack`."""
-        return pack(self.rows)
+    def columns(self) -> dict[str, bytes]:
+        """Return the rows, and numbers of the requests, as planes of bytes: see `pack`."""
+        prompts, requests = self.prompts, self.explanation.requests
+        found = [requests.get(request) for request in prompts.ids]
+        size = self.header["block_size"]
+        columns = {name: getattr(prompts, name) for name in PROMPT_COLUMNS}
+        columns["hit"] = array("q", [each.hit // size if each else 0 for each in found])
+        columns["optimum"] = array("q", [each.optimum // size if each else 0 for each in found])
+        return {"rows": pack(self.rows), "requests": pack(columns)}
 
 
 def _ignore(row: Iterable[int]) -> None:
     """Drop a row that is not in the window."""
 
 
-PROMPT_COLUMNS = ("tokens", "output", "blocks", "lookup", "leader", "shared")
+PROMPT_COLUMNS = (
+    *("tokens", "output", "blocks", "lookup", "leader", "shared", "admitted", "when"),
+)
+
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+def share_phrases(texts: Iterable[str]) -> dict[str, Any]:
+    """Return texts as lines without their numbers, each once, and which lines a text has.
+
+    Sentences on requests are few and long, and differ in their numbers: `lines` are the
+    sentences, with a NUL for each number; `uses` are, text by text and separated by newlines,
+    which lines it has, and after each the numbers that go into it.
+    """
+    lines: dict[str, int] = {}
+    uses = []
+    for text in texts:
+        words: list[str] = []
+        for line in text.replace("\0", "").splitlines():
+            phrase = NUMBER.sub("\0", line)
+            words += (str(lines.setdefault(phrase, len(lines))), *NUMBER.findall(line))
+        uses.append(" ".join(words))
+    return {"lines": list(lines), "uses": "\n".join(uses)}
+
 
 
 def pack(columns: Mapping[str, array[int]]) -> bytes:

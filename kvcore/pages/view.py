@@ -12,8 +12,8 @@ from kvcore.pages.shell import Page
 from kvcore.progress import Progress, silent
 
 SCRIPTS = (
-    *("playback.js", "content.js", "differences.js", "story.js", "pool.js", "tree.js"),
-    *("timeline.js", "curves.js", "log.js", "request.js", "view.js"),
+    *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
+    *("tree.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
 """Of the page, in the order in which one needs another."""
 
@@ -43,7 +43,7 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
     data: dict[str, object] = {"view": {"title": title, "names": names, "note": note}}
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
-        data[f"side{number}-rows"] = side.columns()
+        data |= {f"side{number}-{name}": raw for name, raw in side.columns().items()}
     return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 

@@ -61,6 +61,8 @@ STYLE: dict[Any, Any] = {
     "text.color": INK,
     "xtick.color": GREY,
     "ytick.color": GREY,
+    # A dollar in a name of a trace begins no formula.
+    "text.parse_math": False,
     # Without a salt the names inside an SVG are random.
     "svg.hashsalt": "kvcore",
 }

@@ -81,7 +81,7 @@ class SweepReport:
     @property
     def headers(self) -> list[str]:
         """The headers of the table: what is varied, then the best by each measure."""
-        best = (header for each in self._measures for header in (each.title, each.unit))
+        best = (header for each in self.measures for header in (each.title, each.unit))
         return [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
 
     @property
@@ -89,14 +89,14 @@ class SweepReport:
         """The rows of the table: one a contest, in the order of the grid."""
         contests: dict[tuple[str, ...], list[Row]] = {}
         for row in self.sweep.rows:
-            key = tuple(_written(name, row) for name in self._given)
+            key = tuple(written(name, row) for name in self._given)
             contests.setdefault(key, []).append(row)
         return [[*key, *self._best(rows)] for key, rows in contests.items()]
 
     @property
     def right(self) -> list[str]:
         """The headers of columns of numbers."""
-        numbers = ["blocks", "memory", "block_size", *(each.unit for each in self._measures)]
+        numbers = ["blocks", "memory", "block_size", *(each.unit for each in self.measures)]
         return [*numbers, "of the optimum"]
 
     @property
@@ -121,7 +121,7 @@ class SweepReport:
         # How many blocks a given memory has, follows from it.
         known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
         same = [name for name in axes_of(grid.mode) if name not in known]
-        parts = [f"{n} {_written(n, row)}" for n in same if row.get(n) is not None]
+        parts = [f"{n} {written(n, row)}" for n in same if row.get(n) is not None]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
 
     @property
@@ -133,7 +133,7 @@ class SweepReport:
         return [name for name in self.sweep.grid.varied if name not in POLICIES]
 
     @property
-    def _measures(self) -> list[Measure]:
+    def measures(self) -> list[Measure]:
         """The measures that at least one cell has."""
         measures, rows = MEASURES[self.sweep.grid.mode], self.sweep.rows
         if "tier" in self.sweep.grid.axes:
@@ -155,7 +155,7 @@ class SweepReport:
         """Yield the best policies by each measure, and the value of the measure."""
         candidates = [row for row in rows if not _is_bound(row)] or rows
         best: list[Row] = []
-        for measure in self._measures:
+        for measure in self.measures:
             ranked = [row for row in candidates if row[measure.column] is not None]
             if not ranked:
                 yield from (NONE, NONE)
@@ -254,7 +254,7 @@ def _polars() -> Any:
     return import_extra("polars", needed, "lab", ", or write .csv or .json")
 
 
-def _written(name: str, row: Row) -> str:
+def written(name: str, row: Row) -> str:
     """Return the value of an axis for people."""
     if name == "memory":
         return format_bytes(row["pool_bytes"])

@@ -302,6 +302,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
+def printable(text: str) -> str:
+    """Return text of a file with a sign for each character that has no picture."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 def block_bytes(layout: KVLayout) -> str:
     """Return a sentence: the bytes that a block takes."""
     return (

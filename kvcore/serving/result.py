@@ -21,9 +21,9 @@ import orjson
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.residency import CacheStats
-from kvcore.extras import import_extra
 from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
@@ -344,7 +344,7 @@ class HitRatio:
 
 
 @attrs.frozen(slots=False, eq=False)
-class Outcome:
+class Outcome(Shown):
     """What became of the requests of a run: the numbers that follow from its log alone.
 
     Numbers are computed when they are first asked for, and once.
@@ -557,11 +557,8 @@ class Result(Outcome):
         Raises:
             PluginError: polars is not installed.
         """
-        needed = "to_frame needs polars, which cannot be imported"
-        instead = ", or make a frame of `result.requests` yourself"
-        pl = import_extra("polars", needed, "lab", instead)
         ids = [str(name) for name in self.requests["id"]]
-        return pl.DataFrame({**self.requests, "id": ids}, infer_schema_length=None)
+        return data_frame({**self.requests, "id": ids}, "`result.requests`")
 
     def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.

@@ -19,6 +19,7 @@ import attrs
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace.fields import SCHEMA, encode_runs
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.pool_check import AllocationOrder, CachedKeys
@@ -79,11 +80,14 @@ class Report:
         return {"schema": SCHEMA, **fields}
 
 
-def check_trace(file: str | os.PathLike[str], at: int | None = None) -> Report:
+def check_trace(
+    file: str | os.PathLike[str], at: int | None = None, tick: Tick = unseen
+) -> Report:
     """Check every line of a trace against the state that the lines before it make.
 
     `at` (ns) asks for a report of the state after the last line not later than that; the
-    lines after it are checked all the same. Costs about 10 µs a line.
+    lines after it are checked all the same. `tick` is called with the bytes of the file that
+    are done. Costs about 10 µs a line.
 
     Raises:
         InputError: the file cannot be opened.
@@ -93,7 +97,7 @@ def check_trace(file: str | os.PathLike[str], at: int | None = None) -> Report:
     checker: TraceChecker | None = None
     counts: dict[str, int] = {}
     report: Report | None = None
-    for event in reader:
+    for event in ticked(reader, tick):
         if at is not None and report is None and event.t > at:
             report = _report(reader, checker, counts)
         checker = check_event(reader, checker, event)

@@ -309,6 +309,7 @@ class SealedReader(ABC, Generic[_Item]):
         expansion: bytes that a compressed byte may expand to.
         file: the path, as given.
         line: the file's line number, from 1, of the item yielded last.
+        position: bytes of the file that were read so far, as they lie in it.
         complete: whether END was reached, and nothing is missing or follows.
         cut_reason: where and how an incomplete file ends, once iteration is over.
 
@@ -323,7 +324,7 @@ class SealedReader(ABC, Generic[_Item]):
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
         self.file = as_path(file)
-        self.line = 0
+        self.line = self.position = 0
         self.complete = False
         self.cut_reason: str | None = None
         self._end: Mapping[str, Any] | None = None
@@ -333,8 +334,8 @@ class SealedReader(ABC, Generic[_Item]):
     def __iter__(self) -> Iterator[_Item]:
         """Yield the items."""
         try:
-            with self.file.open("rb") as file:
-                yield from self._items(decompressed(file, self.expansion))
+            with self._open() as file:
+                yield from self._items(self._pieces(file))
         except OSError as error:
             reason = unreadable_reason(self.file, error)
             msg = f"cannot read the {self.kind} {self.file}: {reason}"
@@ -361,6 +362,16 @@ class SealedReader(ABC, Generic[_Item]):
     def _expect_end(self, fields: Mapping[str, Any]) -> None:
         """Note that the line just parsed is END, and its fields before the digest."""
         self._end = fields
+
+    def _open(self) -> BinaryIO:
+        """Open the file for reading."""
+        return self.file.open("rb")
+
+    def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield the content of `file`, and keep count of how far it is read."""
+        for piece in decompressed(file, self.expansion):
+            self.position = file.tell()
+            yield piece
 
     @property
     def _sealed(self) -> bool:

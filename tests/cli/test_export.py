@@ -29,7 +29,7 @@ def export(capfd, *arguments):
 def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
     """The file is a whole recording, which says who published."""
     out = tmp_path / "events.jsonl.gz"
-    code, printed, err = export(capfd, trace, "--format", "vllm", "--out", out)
+    code, printed, err = export(capfd, trace, "--to", "vllm", "--out", out)
     report = check_recording(out)
     assert (code, err) == (0, "")
     assert printed == f"{out}: {report.batches} batches\n"
@@ -44,7 +44,7 @@ def test_the_size_is_told_beforehand(tmp_path, capfd, monkeypatch, ending):
     done = ["compare", "zipf:requests=200,prefixes=40", "--eviction", "lru", "--blocks", "300"]
     assert run([*done, "--trace", str(trace)]) == 0
     capfd.readouterr()
-    code, _, err = export(capfd, trace, "--format", "vllm", "--out", out)
+    code, _, err = export(capfd, trace, "--to", "vllm", "--out", out)
     size = ExportSize.of(trace)
     assert code == 0
     assert f" {size.tokens:,} stand-ins for the token ids of {size.blocks:,} blocks" in err
@@ -56,7 +56,7 @@ def test_a_disk_without_room_is_refused_unless_forced(trace, tmp_path, capfd, mo
     """What would not fit is not begun; --force begins it all the same."""
     monkeypatch.setattr(exporting, "disk_usage", lambda _: SimpleNamespace(free=10))
     out = tmp_path / "events.jsonl"
-    arguments = trace, "--format", "vllm", "--out", out
+    arguments = trace, "--to", "vllm", "--out", out
     code, printed, err = export(capfd, *arguments)
     assert (code, printed, out.exists()) == (3, "", False)
     assert "stand-ins" in err
@@ -68,7 +68,7 @@ def test_a_disk_without_room_is_refused_unless_forced(trace, tmp_path, capfd, mo
 def test_router_events_are_lines(trace, tmp_path, capfd):
     """Dynamo's lines check as well, numbered from 0."""
     out = tmp_path / "events.jsonl"
-    assert export(capfd, trace, "--format", "dynamo", "--out", out)[0] == 0
+    assert export(capfd, trace, "--to", "dynamo", "--out", out)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["event"]["event_id"] for row in rows] == list(range(len(rows)))
     assert check_recording(out).resident == {"device": check_trace(trace).pool["cached"]}
@@ -86,7 +86,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
     assert run([*done, "--accounting", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
     capfd.readouterr()
     code, printed, err = export(
-        capfd, tmp_path / "t.jsonl", "--format", "mooncake", "--out", out, "--json"
+        capfd, tmp_path / "t.jsonl", "--to", "mooncake", "--out", out, "--json"
     )
     assert (code, err) == (0, "")
     assert json.loads(printed) == {
@@ -104,7 +104,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
 def test_what_mooncake_cannot_say_is_told(tmp_path, capfd):
     """Key sizes, fields and times that the format has no room for are named on stderr."""
     trace = write(tmp_path / "t.jsonl", ask("a", "ab", tenant="x"), ask("b", "ac"))
-    code, _, err = export(capfd, trace, "--format", "mooncake", "--out", tmp_path / "o")
+    code, _, err = export(capfd, trace, "--to", "mooncake", "--out", tmp_path / "o")
     assert code == 0
     assert f"a key is {BLOCK} tokens, which the format cannot say" in err
     assert "left out: 1 requests had 'tenant'" in err
@@ -117,7 +117,7 @@ def test_keys_of_several_sizes_are_refused(tmp_path, capfd):
     events = lines(trace)
     events[2]["key_tokens"] = 2 * BLOCK
     out = tmp_path / "o"
-    code, _, err = export(capfd, seal(trace, events), "--format", "mooncake", "--out", out)
+    code, _, err = export(capfd, seal(trace, events), "--to", "mooncake", "--out", out)
     assert code == 1
     assert "t.jsonl:3: keys of 8 tokens, before of 4: Mooncake's format has one size" in err
     assert not out.exists()
@@ -128,7 +128,7 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
     """What a trace without END says is not exported, since something is missing."""
     trace.write_bytes(trace.read_bytes()[:-200])
     out = tmp_path / "o"
-    code, printed, err = export(capfd, trace, "--format", kind, "--out", out)
+    code, printed, err = export(capfd, trace, "--to", kind, "--out", out)
     assert (code, printed) == (1, "")
     assert "t.jsonl: incomplete: the file ends inside line" in err
     assert sorted(tmp_path.iterdir()) == [trace]
@@ -137,11 +137,11 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["missing", "--format", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
-        (["{t}", "--format", "vllm", "--out", "{t}"], 2, "the requests come from"),
-        (["{t}", "--format", "vllm", "--out", "/"], 2, "it is a directory"),
-        (["{t}", "--format", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
-        (["{t}", "--format", "vllm"], 2, "--out"),
+        (["missing", "--to", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
+        (["{t}", "--to", "vllm", "--out", "{t}"], 2, "the requests come from"),
+        (["{t}", "--to", "vllm", "--out", "/"], 2, "it is a directory"),
+        (["{t}", "--to", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
+        (["{t}", "--to", "vllm"], 2, "--out"),
     ],
 )
 def test_wrong_use_is_refused(trace, tmp_path, monkeypatch, capfd, arguments, code, message):

@@ -80,7 +80,7 @@ def test_a_trace_is_read_from_stdin(stdin, tmp_path):
         "replay -",
         "replay - --eviction lfu",
         "explain - --summary",
-        "export - --format mooncake --out requests.jsonl",
+        "export - --to mooncake --out requests.jsonl",
     ):
         files._copy.cache_clear()
         stdin((tmp_path / "t.jsonl").read_text())

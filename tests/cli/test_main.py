@@ -386,4 +386,4 @@ def test_main_exits_with_the_code(monkeypatch, verb):
 def test_choices_of_a_missing_option_are_one_line():
     """Where click has a line for each."""
     err = run_here("export", "run.jsonl").stderr
-    assert "'--format'. Choose from: vllm, dynamo, mooncake; try" in err
+    assert "'--to'. Choose from: vllm, dynamo, mooncake, perfetto; try" in err

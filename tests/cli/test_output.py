@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import contextmanager
 
 import orjson
 import pytest
 from helpers.commands import run_here
 from helpers.traces import ask, lines, seal, write
 
+from kvcore.cli import output
+from kvcore.cli import replay as replaying
 from kvcore.cli.output import emit_json, print_table, print_text, progress
 from kvcore.cli.verb import echo, escaped
+from kvcore.errors import InputError
 
 
 class Terminal(io.StringIO):
@@ -136,12 +140,114 @@ def test_sentences_wrap(terminal, capsys, columns, width):
     assert sum(line.count("word") for line in rest) == 60
 
 
-def test_progress_in_a_pipe_is_silent(capsys, monkeypatch):
-    """A pipe gets no progress, even where colour is forced."""
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose number is the time in seconds, for progress."""
+    now = [100.0]
+    monkeypatch.setattr(output, "monotonic", lambda: now[0])
+    monkeypatch.delenv(output.PROGRESS_SECONDS)
+    return now
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(clock, capsys, monkeypatch):
+    """Ten seconds apart, with the time that is left; without colour, even where forced."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress("replaying", total=3) as advance:
-        advance(3)
-    assert capsys.readouterr() == ("", "")
+    with progress("replaying", total=2000) as advance:
+        for moment, done in [(109, 400), (110, 100), (119, 400), (121, 100), (130, 1000)]:
+            clock[0] = moment
+            advance(done)
+    assert capsys.readouterr() == (
+        "",
+        "kvcore: replaying: 25%, 30 s left\nkvcore: replaying: 50%, 21 s left\n",
+    )
+
+
+@pytest.mark.parametrize(("every", "lines"), [("0", 0), ("2", 3)])
+def test_how_often_lines_of_progress_come_can_be_said(clock, capsys, monkeypatch, every, lines):
+    """By an environment variable, in seconds; 0 is never."""
+    monkeypatch.setenv(output.PROGRESS_SECONDS, every)
+    with progress("replaying", total=None) as advance:
+        for moment in range(100, 107):
+            clock[0] = moment
+            advance(1)
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_wrong_time_between_lines_is_refused(monkeypatch):
+    """With the name of the variable."""
+    monkeypatch.setenv(output.PROGRESS_SECONDS, "often")
+    with pytest.raises(InputError, match="KVCORE_PROGRESS_SECONDS: time 'often'"):
+        progress("replaying", total=None).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "text"),
+    [
+        (3, 12, 10, "3 of 12, 30 s left"),
+        (450, 1000, 90, "45%, 1 min 50 s left"),
+        (1, 10**9, 10**-5, "0%, 2 h 46 min left"),
+        (2400, None, 20, "2,400 (120/s)"),
+        (13, 12, 4, "13 (3.25/s)"),
+        (0, 12, 10, ""),
+        (5, None, 0, ""),
+    ],
+)
+def test_how_far_it_is_is_told(done, total, seconds, text):
+    """Few things are counted, of many a share is told, and a rate where the end is unknown."""
+    assert output.done_so_far(done, total, seconds) == text
+
+
+def test_reading_a_file_is_shown_by_its_bytes(tmp_path, clock, capsys):
+    """The size of the file is the total; a file that is not there has none."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4000))
+    for each in (path, tmp_path / "none"):
+        with output.reading("reading", each) as advance:
+            clock[0] += 10
+            advance(1000)
+    first, second = capsys.readouterr().err.splitlines()
+    assert (first, second) == (
+        "kvcore: reading: 25%, 30 s left",
+        "kvcore: reading: 1,000 (100/s)",
+    )
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["replay", "FILE"],
+        ["replay", "FILE", "--price", "openai"],
+        ["replay", "FILE", "--eviction", "fifo"],
+        ["explain", "FILE", "--summary"],
+        ["export", "FILE", "--to", "mooncake", "--out", "OUT"],
+        ["export", "FILE", "--to", "vllm", "--out", "OUT"],
+    ],
+    ids=" ".join,
+)
+def test_readers_of_a_trace_tell_how_far_they_are(tmp_path, monkeypatch, verb):
+    """Every verb that reads a trace says what it does, and reaches the end of the file."""
+    path = tmp_path / "t.jsonl"
+    small = ["zipf:requests=40,prefixes=8", "--eviction", "lru", "--blocks", "300"]
+    assert run_here("compare", *small, "--trace", path).returncode == 0
+    shown = {}
+
+    @contextmanager
+    def noted(description, total):
+        shown[description] = [total, 0]
+
+        def tick(more):
+            shown[description][1] += more
+
+        yield tick
+
+    monkeypatch.setattr(output, "progress", noted)
+    monkeypatch.setattr(replaying, "progress", noted)
+    words = [str(path) if word == "FILE" else word for word in verb]
+    done = run_here(*(str(tmp_path / "out") if word == "OUT" else word for word in words))
+    assert done.returncode == 0, done.stderr
+    assert shown
+    assert all(total == done for total, done in shown.values())
 
 
 def test_progress_on_a_terminal(monkeypatch, capsys):
@@ -154,7 +260,7 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
         advance(1)
         advance(2)
     assert "replaying" in terminal.getvalue()
-    assert "3/3" in terminal.getvalue()
+    assert "3 of 3" in terminal.getvalue()
     assert capsys.readouterr().out == ""
 
 

@@ -287,7 +287,7 @@ def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
     """What `export --zmq` publishes and `record` hears is what `export --out` writes."""
     trace, there, here = (tmp_path / name for name in ("t.jsonl", "there.jsonl", "here.jsonl"))
     compare(Zipf(requests=60, prefixes=20), "lru", 300, trace=trace)
-    export = [sys.executable, "-m", "kvcore", "export", trace, "--format", "vllm"]
+    export = [sys.executable, "-m", "kvcore", "export", trace, "--to", "vllm"]
     done = subprocess.run([*export, "--out", there, "--json"], capture_output=True, check=True)
     batches = json.loads(done.stdout)["batches"]
     with subprocess.Popen(
@@ -308,7 +308,7 @@ def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
 
 def test_a_missing_trace_is_told_before_anyone_is_waited_for(tmp_path):
     """With `--zmq`, too, a trace that is not there ends the export at once."""
-    command = [sys.executable, "-m", "kvcore", "export", "no.jsonl", "--format", "vllm"]
+    command = [sys.executable, "-m", "kvcore", "export", "no.jsonl", "--to", "vllm"]
     done = subprocess.run(
         [*command, "--zmq", "tcp://127.0.0.1:*"],
         cwd=tmp_path,

@@ -43,7 +43,7 @@ record --zmq tcp://h:1 -o x.jsonl --limit 3 | '--limit'
 sweep grid.toml --blocks 3 | '--blocks'
 plugins --kind eviction | '--kind'
 calibrate steps.csv --limit 3 | '--limit'
-export good.jsonl --out x --to vllm | '--to'
+export good.jsonl --out x --as vllm | '--as'
 explain good.jsonl --model x | '--model'
 demo cache --tokens 3 | '--tokens'
 -x | '-x'
@@ -62,14 +62,14 @@ explain | 'SOURCE'
 explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
 explain good.jsonl 0 --summary | or --summary, not both
 explain good.jsonl 0 1 | unexpected extra argument
-export good.jsonl | '--format'
+export good.jsonl | '--to'
 export | 'TRACE'
-export good.jsonl --format vllm | give --out FILE, or with
-export good.jsonl --format vllm --out x.jsonl --replay tcp://h:1 | give --out FILE, or with
-export good.jsonl --format dynamo --zmq tcp://h:1 | give --out FILE, or with
-export good.jsonl --format nothing --out x | 'nothing'
-export good.jsonl --format mooncake --zmq tcp://h:1 | --out
-export good.jsonl --format vllm --out x.jsonl --zmq tcp://h:1 | give --out FILE, or with
+export good.jsonl --to vllm | give --out FILE, or with
+export good.jsonl --to vllm --out x.jsonl --replay tcp://h:1 | give --out FILE, or with
+export good.jsonl --to dynamo --zmq tcp://h:1 | give --out FILE, or with
+export good.jsonl --to nothing --out x | 'nothing'
+export good.jsonl --to mooncake --zmq tcp://h:1 | --out
+export good.jsonl --to vllm --out x.jsonl --zmq tcp://h:1 | give --out FILE, or with
 record --zmq tcp://h:1 | '--out'
 record -o x.jsonl | '--zmq'
 sweep | 'NAME.TOML'
@@ -424,9 +424,9 @@ simulate W --config - | '--config'
 simulate W --config none.toml | none.toml
 simulate W --config '' | '--config'
 simulate W --config . | .
-export good.jsonl --format mooncake --out good.jsonl | good.jsonl
-export good.jsonl --format mooncake --out - | '--out'
-export none.jsonl --format mooncake --out x | none.jsonl
+export good.jsonl --to mooncake --out good.jsonl | good.jsonl
+export good.jsonl --to mooncake --out - | '--out'
+export none.jsonl --to mooncake --out x | none.jsonl
 # replay
 replay none.jsonl | none.jsonl
 replay '' | 'FILE'
@@ -780,8 +780,8 @@ TRACES = [
     (lambda _: [ROW], "replay F", "not a kvcore trace"),
     (lambda _: ["[1]"], "replay F", "F"),
     (lambda _: [], "replay F", "F"),
-    (lambda _: [ROW], "export F --format vllm --out o", "F"),
-    (lambda _: [], "export F --format mooncake --out o", "F"),
+    (lambda _: [ROW], "export F --to vllm --out o", "F"),
+    (lambda _: [], "export F --to mooncake --out o", "F"),
 ]
 """What becomes of the lines of a trace in F, a command line, and a fragment of its error."""
 

@@ -22,9 +22,9 @@ def report(steps=100, prompt=10):
     flat, rising = (1 / 1_000,) * steps, tuple(range(1_024, 1_024 * (steps + 1), 1_024))
     return CachingReport(
         [
-            Generation("none", tokens, naive, slower, (0,) * steps),
-            Generation("dense", tokens, cached, flat, (2_048,) * steps),
-            Generation("paged", tokens, cached, flat, rising),
+            Generation("none", tokens, naive, slower, (0,) * steps, ()),
+            Generation("dense", tokens, cached, flat, (2_048,) * steps, ()),
+            Generation("paged", tokens, cached, flat, rising, ()),
         ],
         MODEL,
         "fp64",

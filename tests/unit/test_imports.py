@@ -28,6 +28,7 @@ LAYERS = [
     {"errors"},
     {"units"},
     {"extras", "files", "histogram", "host", "progress"},
+    {"notebook"},
     {"request"},
     {"plugins"},
     {"models", "workloads"},

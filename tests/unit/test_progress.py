@@ -16,6 +16,26 @@ def test_every_item_is_counted():
     assert ticks == [STRIDE, STRIDE, 3]
 
 
+class Located(list):
+    """Items of a file, with the bytes of it that were read."""
+
+    position = 0
+
+    def __iter__(self):
+        """Yield them, 10 bytes each, in pieces of 4,000 bytes."""
+        for number, item in enumerate(super().__iter__(), 1):
+            self.position = -(-number // 400) * 4000
+            yield item
+
+
+def test_items_of_a_file_are_counted_in_bytes():
+    """What has a position in its file is counted by that, in the same steps."""
+    ticks = []
+    items = Located(range(STRIDE + 400))
+    assert list(ticked(items, ticks.append)) == list(items)
+    assert ticks == [4000, 4000, 0]
+
+
 def test_nothing_is_counted_that_is_not_shown():
     """The items are then given as they are."""
     items = range(3)

@@ -13,6 +13,7 @@ from kvcore.analysis.sweep.executors import Processes
 from kvcore.analysis.sweep.grid import PART, Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, WorkloadCache
+from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
 
 Row: TypeAlias = dict[str, Any]
@@ -60,7 +61,7 @@ class Plan:
 
 
 @attrs.frozen
-class Sweep:
+class Sweep(Shown):
     """The result of a sweep.
 
     Attributes:
@@ -81,6 +82,14 @@ class Sweep:
     def failed(self) -> list[Row]:
         """The rows of cells that failed."""
         return [row for row in self.rows if row["error"] is not None]
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        return data_frame(self.rows, "`sweep.rows`")
 
 
 def sweep(

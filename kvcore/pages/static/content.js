@@ -7,6 +7,18 @@
 //   request 7          └───────── 8           content of request 7 at 6: (7, 6)
 //                      ▲ shared = 4
 
+/** Return the first of the indices from 0 to `length` for which `holds` is true, as it is from there on. O(log). */
+function firstIndex(length, holds) {
+  let low = 0;
+  let high = length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
 /** The contents of the prompts of a trace. */
 class Contents {
   constructor(playback) {
@@ -26,37 +38,33 @@ class Contents {
 
   /** Return a piece of a prompt as pieces `[owner, first, end)`, in order. */
   pieces(request, first, end) {
-    const { leader, shared } = this.requests;
-    const found = [];
-    let high = end;
-    for (let at = request; high > first; at = leader[at]) {
-      if (high > shared[at]) {
-        found.push([at, Math.max(first, shared[at]), high]);
-        high = shared[at];
-      }
-      if (leader[at] < 0) break;
-    }
-    return found.reverse();
+    return contentPieces(this.requests, request, first, end);
   }
 
-  /** Record the row of each first admission, and requests in that order. */
+  /** Record the row of each first admission (before the window: negative), and what they looked up and hit in all. */
   _admissions(playback) {
-    const { kind, request, d } = playback.columns;
-    const { HIT, MISS } = playback.kinds;
-    this.admitted = new Int32Array(this.requests.id.length).fill(-1);
-    this.order = [];
-    for (let row = 0; row < playback.length; row++) {
-      if ((kind[row] !== HIT && kind[row] !== MISS) || d[row]) continue;
-      if (this.admitted[request[row]] >= 0) continue;
-      this.admitted[request[row]] = row;
-      this.order.push(request[row]);
-    }
+    const { admitted, lookup, hit } = this.requests;
+    this.admitted = admitted.map((line) => line - playback.about.first);
+    this.rank = new Int32Array(admitted.length).fill(-1); // place in `order`
+    this.order = [...admitted.keys()].filter((request) => admitted[request] >= 0);
+    this.order.sort((a, b) => admitted[a] - admitted[b]);
+    this.totals = { hits: 0, lookups: 0 };
+    this.order.forEach((request, place) => {
+      this.rank[request] = place;
+      this.totals.lookups += lookup[request];
+      this.totals.hits += hit[request];
+    });
+  }
+
+  /** Return the place among admissions of the first one after `row`: an EVICT stands before the one it makes room for. */
+  rankAt(row) {
+    return firstIndex(this.order.length, (each) => this.admitted[this.order[each]] > row);
   }
 
   /** Divide each request's own blocks where others part, and list who uses each part. */
   _uses() {
     const { leader, shared, lookup, blocks } = this.requests;
-    const ends = leader.map(() => new Set());
+    const ends = Array.from(leader, () => new Set());
     for (let each = 0; each < leader.length; each++) {
       ends[each].add(blocks[each]);
       // All on the way down see a border where this one parts or ceases to look up.
@@ -96,16 +104,27 @@ class Contents {
 
   /** Return the request that is admitted next after `row` and looks this content up; -1: none. O(log). */
   nextUser(owner, position, row) {
-    const part = this.parts?.[owner].find((each) => position < each.end);
-    if (!part) return -1;
-    let low = 0;
-    let high = part.users.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.admitted[part.users[middle]] <= row) low = middle + 1;
-      else high = middle;
+    const parts = this.parts?.[owner] ?? [];
+    const part = parts[firstIndex(parts.length, (each) => position < parts[each].end)];
+    return part ? this._nextOf(part, row) : -1;
+  }
+
+  _nextOf({ users }, row) {
+    return users[firstIndex(users.length, (each) => this.admitted[users[each]] > row)] ?? -1;
+  }
+
+  /** Yield the blocks `[first, end)` of a prompt as pieces of one content and one next user after `row`. */
+  *uses(request, first, end, row) {
+    for (const [owner, from, upto] of this.pieces(request, first, end)) {
+      const parts = this.parts[owner];
+      let at = firstIndex(parts.length, (each) => from < parts[each].end);
+      for (let low = from; low < upto; at++) {
+        const part = parts[at];
+        const high = Math.min(upto, part?.end ?? upto);
+        yield { owner, first: low, end: high, next: part ? this._nextOf(part, row) : -1 };
+        low = high;
+      }
     }
-    return part.users[low] ?? -1;
   }
 
   /** Return whether the optimum holds this content at `row`: it hits when it is asked for next. */

@@ -47,10 +47,42 @@ class Sequence {
   constructor(id, request, span, opened) {
     Object.assign(this, { id, request, span, opened });
     this.ids = [];
+    this.forgot = false; // whether it has dropped blocks, or was compacted
   }
 }
 
+/** What lies in a tier: no block without those before it, so of each owner's own the first ones. */
+class Tier {
+  constructor() {
+    this.used = 0;
+    this.ends = new Map(); // by owner of the content: the position after the last block that is here
+    this.parked = new Map(); // blocks of preempted sequences, by request
+  }
+
+  clone() {
+    const copy = Object.assign(new Tier(), this);
+    copy.ends = new Map(this.ends);
+    copy.parked = new Map(this.parked);
+    return copy;
+  }
+}
+
+/** Return a piece of a prompt as pieces `[owner, first, end)` of contents, in order. */
+function contentPieces({ leader, shared }, request, first, end) {
+  const found = [];
+  let high = end;
+  for (let at = request; high > first; at = leader[at]) {
+    if (high > shared[at]) {
+      found.push([at, Math.max(first, shared[at]), high]);
+      high = shared[at];
+    }
+    if (leader[at] < 0) break;
+  }
+  return found.reverse();
+}
+
 const HITTERS = 8;
+const PARKED = -2;
 
 /** The free blocks: those that were freed last are given first, then the unused ones, ascending. */
 class FreeBlocks {
@@ -107,14 +139,16 @@ class Cache {
     this.taken = new Int32Array(used).fill(-1); // the row that gave each block to its owner
     this.cached = 0;
     this.private = 0;
-    this.tiers = tiers.map(() => ({ used: 0, stored: 0, loaded: 0 }));
+    this.tiers = tiers.map(() => new Tier());
     this.lookups = 0;
     this.hits = 0;
   }
 
   /** Make the state that `begin` of playback.py describes. */
   restore({ spans, sequences, freed, fresh, owners, lookups, hits, tiers }) {
-    Object.assign(this, { lookups, hits, tiers });
+    Object.assign(this, { lookups, hits });
+    this.tiers = tiers.map(({ used, ends, parked }) =>
+      Object.assign(new Tier(), { used, ends: new Map(ends), parked: new Map(parked) }));
     this.pool = new FreeBlocks(freed, fresh);
     this.pool.owners = new Map(owners);
     spans.id.forEach((id, at) => {
@@ -179,7 +213,7 @@ class Cache {
     }
     copy.pool = this.pool.clone();
     copy.taken = this.taken.slice();
-    copy.tiers = this.tiers.map((tier) => ({ ...tier }));
+    copy.tiers = this.tiers.map((tier) => tier.clone());
     return copy;
   }
 }
@@ -200,6 +234,10 @@ class Playback {
     this.begin = this.times[0];
     this.end = this.times[this.length - 1];
     this.appliers = about.words.kinds.map((name) => Playback.appliers[name] ?? null);
+    this.seen = -1; // the last row that was ever run, and the blocks that rows up to there move
+    this.moved = new Int32Array(1 << 12);
+    this.movedAt = new Float64Array(this.length + 1);
+    this.movedEnd = 0;
     this.reset();
     this.kept = [{ row: -1, cache: this.cache.clone() }];
     // So many copies of the state are kept that they take some 100 MB at most.
@@ -209,8 +247,22 @@ class Playback {
 
   /** Read the trace that is in the page under `name`. */
   static async read(name) {
-    const [about, columns] = await Promise.all([readJson(`${name}-about`), readBytes(`${name}-rows`)]);
-    return new Playback(about, unpack(columns));
+    const about = await readJson(`${name}-about`);
+    Object.assign(about.requests, unpack(await readBytes(`${name}-requests`)));
+    return new Playback(about, unpack(await readBytes(`${name}-rows`)));
+  }
+
+  /** Return why a request missed, in sentences; "": it is not in the window. Written by `share_phrases`. */
+  why(request) {
+    const { why } = this.requests;
+    this.whys ??= why.uses.split("\n");
+    const words = this.whys[request].split(" ");
+    const lines = [];
+    for (let at = 0; at < words.length && words[at]; ) {
+      const parts = why.lines[Number(words[at++])].split("\0");
+      lines.push(parts.reduce((text, part) => text + words[at++] + part));
+    }
+    return lines.join("\n");
   }
 
   reset() {
@@ -245,6 +297,34 @@ class Playback {
     };
   }
 
+  /** Return how many blocks a row takes from the pool or gives back, beside those that a COMPACT takes. */
+  blocksOf(row) {
+    return this.columns.count[row];
+  }
+
+  /** Return the ids of the blocks that a row moves; of a COMPACT, first those taken. Rows not yet seen are run. */
+  ids(row) {
+    if (row > this.seen) {
+      const [here, before] = [this.cache.clone(), this.row];
+      this.seek(row + Playback.AHEAD);
+      [this.cache, this.row] = [here, before];
+    }
+    return this.moved.subarray(this.movedAt[row], this.movedAt[row + 1]);
+  }
+
+  /** Record the blocks that a row moves, when it is first run. */
+  _note(ids, row) {
+    if (row !== this.seen + 1) return;
+    const end = this.movedEnd + ids.length;
+    if (end > this.moved.length) {
+      const larger = new Int32Array(2 * end);
+      larger.set(this.moved);
+      this.moved = larger;
+    }
+    this.moved.set(ids, this.movedEnd);
+    this.movedEnd = end;
+  }
+
   /** Make the state that is after `row`. O(rows since the nearest state that was kept). */
   seek(row) {
     const target = Math.max(-1, Math.min(row, this.length - 1));
@@ -258,6 +338,10 @@ class Playback {
       this.row += 1;
       const apply = this.appliers[this.columns.kind[this.row]];
       if (apply) apply.call(this, this.row);
+      if (this.row > this.seen) {
+        this.seen = this.row;
+        this.movedAt[this.row + 1] = this.movedEnd;
+      }
       if ((this.row + 1) % this.stride === 0 && this.kept.length === (this.row + 1) / this.stride) {
         this.kept.push({ row: this.row, cache: this.cache.clone() });
       }
@@ -298,26 +382,41 @@ class Playback {
 
   /** Give a sequence blocks of its own. */
   _take(seq, count, row) {
-    for (const id of this.cache.pool.take(count)) {
+    const ids = this.cache.pool.take(count);
+    for (const id of ids) {
       this.cache.taken[id] = row;
       seq.ids.push(id);
     }
+    this._note(ids, row);
     this.cache.private += count;
   }
 
+  _store(row) {
+    const { request, a, b, c } = this.columns;
+    const tier = this.cache.tiers[a[row]];
+    tier.used += c[row];
+    for (const [owner, , end] of contentPieces(this.requests, request[row], b[row], b[row] + c[row])) {
+      tier.ends.set(owner, end);
+    }
+  }
+
   /** Free those of some blocks that have no other owner, deepest first. */
-  _release(ids) {
+  _release(ids, row) {
     const { pool } = this.cache;
     const free = ids.reverse().filter((id) => !pool.unshare(id));
-    this._give(free);
+    this._give(free, row);
     this.cache.private -= free.length;
   }
 
-  _give(ids) {
+  _give(ids, row) {
+    this._note(ids, row);
     for (const id of ids) this.cache.taken[id] = -1;
     this.cache.pool.give(ids);
   }
 }
+
+/** How many rows more are run where one is asked for that was never run. */
+Playback.AHEAD = 2000;
 
 /** By kind of row: how it changes the state. Kinds that are not here change nothing. */
 Playback.appliers = {
@@ -382,8 +481,9 @@ Playback.appliers = {
     const span = cache.spans.get(a[row]);
     const ids = span.ids.splice(-count[row]).reverse();
     cache.cached -= ids.length;
-    if (c[row]) this._give(ids);
+    if (c[row]) this._give(ids, row);
     else {
+      this._note(ids, row);
       for (const id of ids) cache.taken[id] = -1;
       cache.pool.victims.push(...ids);
     }
@@ -393,7 +493,9 @@ Playback.appliers = {
   },
   FORGET(row) {
     const { a, d, count } = this.columns;
-    this._release(this.cache.sequences.get(a[row]).ids.splice(d[row], count[row]));
+    const seq = this.cache.sequences.get(a[row]);
+    this._release(seq.ids.splice(d[row], count[row]), row);
+    seq.forgot = true;
   },
   COMPACT(row) {
     const { a, d, count } = this.columns;
@@ -404,15 +506,16 @@ Playback.appliers = {
     const dropped = own.splice(own.length - count[row]);
     seq.ids = own;
     this._take(seq, d[row], row);
-    this._release(dropped);
+    this._release(dropped, row);
     shared.forEach((id) => pool.unshare(id));
+    seq.forgot = true;
     this._unpin(seq);
   },
   FREE(row) {
     const { a, b, c } = this.columns;
     const seq = this.cache.sequences.get(a[row]);
     const reason = this.words.freed[b[row]];
-    this._release(reason === "duplicate" ? this.cache.duplicates.slice() : seq.ids.splice(c[row]));
+    this._release(reason === "duplicate" ? this.cache.duplicates.slice() : seq.ids.splice(c[row]), row);
     if (reason !== "close") return;
     this._unpin(seq);
     this.cache.sequences.delete(seq.id);
@@ -423,6 +526,7 @@ Playback.appliers = {
     const child = new Sequence(b[row], seq.request, seq.span, this.times[row]);
     child.ids = seq.ids.slice();
     this.cache.pool.share(child.ids);
+    child.forgot = seq.forgot;
     for (const span of Cache.path(seq.span)) span.pins += 1;
     this.cache.sequences.set(child.id, child);
   },
@@ -432,21 +536,29 @@ Playback.appliers = {
     this._take(seq, 1, row);
   },
   RECOVER(row) {
-    const { a, c } = this.columns;
-    this.cache.tiers[a[row]].used += c[row];
+    this._store(row);
   },
   OFFLOAD(row) {
-    const { a, c } = this.columns;
+    const { request, a, c, d } = this.columns;
+    if (d[row] !== PARKED) {
+      this._store(row);
+      return;
+    }
     const tier = this.cache.tiers[a[row]];
     tier.used += c[row];
-    tier.stored += c[row];
-  },
-  LOAD(row) {
-    const { a, c } = this.columns;
-    this.cache.tiers[a[row]].loaded += c[row];
+    tier.parked.set(request[row], c[row]);
   },
   DROP(row) {
-    const { a, c } = this.columns;
-    this.cache.tiers[a[row]].used -= c[row];
+    const { request, a, b, c, d } = this.columns;
+    const tier = this.cache.tiers[a[row]];
+    tier.used -= c[row];
+    if (this.words.dropped[d[row]] === "parked") {
+      tier.parked.delete(request[row]);
+      return;
+    }
+    for (const [owner, first] of contentPieces(this.requests, request[row], b[row], b[row] + c[row])) {
+      if (first > this.requests.shared[owner]) tier.ends.set(owner, first);
+      else tier.ends.delete(owner);
+    }
   },
 };

@@ -1,11 +1,309 @@
-// The pool as a map of its blocks.
+// The pool as a map of its blocks: a cell is a block, or several where they are too many.
+
+/** Return how a pool fits a width: cells in a row, pixels and blocks of a cell. */
+function fitCells(blocks, width, most) {
+  for (let each = 1; ; each *= 2) {
+    const cells = Math.ceil(blocks / each);
+    for (let size = 16; size >= (each === 1 ? 5 : 7); size--) {
+      const columns = Math.max(1, Math.floor(width / size));
+      const rows = Math.ceil(cells / columns);
+      if (rows * size <= most) return { each, cells, size, columns, rows };
+    }
+  }
+}
 
 /** The pool as a map of its blocks. */
 class PoolPanel {
   constructor(app, side) {
-    Object.assign(this, { app, side });
-    this.root = element("section", { class: "panel" }, element("header", {}, element("h2", {}, "PoolPanel")));
+    Object.assign(this, { app, side, cursor: 0, pointer: null });
+    this.colouring = Colouring.of(app);
+    const select = (label, names, name) =>
+      element("select", {
+        "aria-label": label,
+        onchange: (event) => {
+          this.colouring[name] = event.target.value;
+          app.changed();
+        },
+      }, Object.entries(names).map(([value, text]) => element("option", { value }, text)));
+    const modes = Object.fromEntries(this.colouring.modes().map((name) => [name, MODES[name].title]));
+    this.mode = select("Colour of blocks", modes, "mode");
+    this.order = select("Order of blocks", ORDERS, "order");
+    this.canvas = element("canvas", { tabindex: 0, role: "img", class: "blocks" });
+    this.legend = new BlockLegend();
+    this.note = element("p", { class: "soft note" });
+    this.tiers = (side.playback.header.tiers ?? []).map(({ tier, slots }) => new TierBar(tier, slots));
+    const name = app.sides.length > 1 ? `Pool of ${side.name}` : "Pool";
+    this.root = element("section", { class: "panel pool", "aria-label": name },
+      element("header", {}, element("h2", {}, name), element("label", {}, "colour ", this.mode), element("label", {}, this.order)),
+      this.canvas, this.legend.root, this.note, this.tiers.map((tier) => tier.root));
+    this._listen();
   }
 
-  draw() {}
+  _listen() {
+    const { canvas, app } = this;
+    const move = (event) => {
+      const { left, top } = canvas.getBoundingClientRect();
+      const { size, columns, cells } = this.grid;
+      const column = Math.floor((event.clientX - left) / size);
+      const cell = Math.floor((event.clientY - top) / size) * columns + column;
+      if (column >= columns || cell >= cells) this._leave();
+      else this._enter(cell, event.clientX, event.clientY);
+    };
+    canvas.addEventListener("pointermove", move);
+    canvas.addEventListener("pointerdown", move);
+    canvas.addEventListener("pointerleave", () => this._leave());
+    canvas.addEventListener("blur", () => this._leave());
+    canvas.addEventListener("focus", () => { if (canvas.matches(":focus-visible")) this._step(0); });
+    canvas.addEventListener("click", () => this._choose());
+    canvas.addEventListener("keydown", (event) => {
+      const { columns, cells } = this.grid;
+      const steps = {
+        ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -cells, End: cells,
+      };
+      if (event.key in steps) this._step(steps[event.key]);
+      else if (event.key === "Enter") this._choose();
+      else if (event.key === "Escape") this._leave();
+      else return;
+      event.preventDefault();
+      event.stopPropagation(); // arrows are also the clock's
+    });
+  }
+
+  /** Move the cursor of the keyboard by some cells. */
+  _step(by) {
+    const { size, columns, cells } = this.grid;
+    this.cursor = Math.max(0, Math.min(cells - 1, this.cursor + by));
+    const { left, top } = this.canvas.getBoundingClientRect();
+    const [column, row] = [this.cursor % columns, Math.floor(this.cursor / columns)];
+    this._enter(this.cursor, left + (column + 0.5) * size, top + (row + 0.5) * size, true);
+  }
+
+  _enter(cell, x, y, aloud = false) {
+    const before = this.pointer;
+    this.pointer = { cell, x, y, aloud };
+    this.cursor = cell;
+    if (before?.cell === cell && !aloud) {
+      this._card();
+      return;
+    }
+    const life = this.life(this._block(cell));
+    this.app.point({ side: this.side, request: life.request, block: life.id, span: life.span });
+    this._card();
+  }
+
+  _leave() {
+    if (!this.pointer) return;
+    this.pointer = null;
+    blockCard.hide();
+    this.app.point(null);
+  }
+
+  _choose() {
+    if (!this.pointer) return;
+    const { request } = this.life(this._block(this.pointer.cell));
+    this.app.choose(request < 0 ? null : { side: this.side, request });
+  }
+
+  /** Return the life of a block at this time. */
+  life(id) {
+    return new Life(this.app, this.side, id);
+  }
+
+  /** Return the blocks of a cell. */
+  _blocks(cell) {
+    const { each } = this.grid;
+    return this.colouring.holdings(this.side).order(this.colouring.order).subarray(cell * each, (cell + 1) * each);
+  }
+
+  /** Return the block that stands for a cell: the first of the class that most of it has. */
+  _block(cell) {
+    const { of } = this.colouring.view(this.side);
+    const blocks = this._blocks(cell);
+    const counts = new Map();
+    for (const id of blocks) counts.set(of[id], (counts.get(of[id]) ?? 0) + 1);
+    const [most] = [...counts].reduce((best, each) => (each[1] > best[1] ? each : best));
+    return blocks.find((id) => of[id] === most);
+  }
+
+  _card() {
+    const { cell, x, y, aloud } = this.pointer;
+    const lines = this.life(this._block(cell)).sentences(!this.app.playing);
+    blockCard.show([...this._mixture(cell), ...lines], x, y, aloud);
+  }
+
+  /** Return what is in a cell of several blocks, as a list of none or one sentence. */
+  _mixture(cell) {
+    const blocks = this._blocks(cell);
+    if (this.grid.each === 1) return [];
+    const { of, classes } = this.colouring.view(this.side);
+    const counts = new Map();
+    for (const id of blocks) counts.set(of[id], (counts.get(of[id]) ?? 0) + 1);
+    const parts = [...counts].sort((one, two) => two[1] - one[1]).map(([kind, count]) => `${classes[kind].label}: ${count}`);
+    return [`${format.counted(blocks.length, "block")}: ${parts.join("; ")}. One of them:`];
+  }
+
+  draw() {
+    const { app, side, colouring } = this;
+    this.mode.value = colouring.mode;
+    this.order.value = colouring.order;
+    const view = colouring.view(side);
+    const width = this.canvas.clientWidth;
+    this.grid = fitCells(side.cache.blocks, width, width < 500 ? 300 : 260);
+    const { context } = fitCanvas(this.canvas, this.grid.rows * this.grid.size);
+    const lit = colouring.lit(side);
+    const only = app.sides.length > 1 ? colouring.onlyHere(side) : null;
+    if (this.grid.each === 1) this._cells(context, view, lit, only);
+    else this._mixed(context, view, lit, only);
+    this._ring(context);
+    this.legend.draw(view);
+    for (const [number, bar] of this.tiers.entries()) bar.draw(side, number);
+    this._say(view, only);
+    if (this.pointer) this._card();
+  }
+
+  /** Call `fill(cell, x, y)` for cells, and give what it needs of the grid. */
+  _places() {
+    const { size, columns, each } = this.grid;
+    return { size, each, inner: size - 1, x: (cell) => (cell % columns) * size, y: (cell) => Math.floor(cell / columns) * size };
+  }
+
+  _cells(context, view, lit, only) {
+    const { size, inner, x, y } = this._places();
+    const order = this.colouring.holdings(this.side).order(this.colouring.order);
+    const faint = theme.colour("line");
+    const ground = theme.colour("ground");
+    const ink = theme.colour("ink");
+    // A class at a time, since to change colours takes longer than to fill a cell.
+    view.classes.forEach(({ colour, blocks }, kind) => {
+      if (!blocks) return;
+      context.fillStyle = colour ?? faint;
+      for (let cell = 0; cell < order.length; cell++) {
+        const id = order[cell];
+        if (view.of[id] !== kind) continue;
+        if (lit && !lit[id]) context.globalAlpha = 0.22;
+        if (colour) context.fillRect(x(cell), y(cell), inner, inner);
+        else context.fillRect(x(cell) + size / 2 - 1, y(cell) + size / 2 - 1, 1.5, 1.5);
+        context.globalAlpha = 1;
+      }
+    });
+    context.fillStyle = context.strokeStyle = ground;
+    context.lineWidth = 1;
+    const dot = Math.max(2, Math.round(inner / 3));
+    context.beginPath();
+    for (let cell = 0; cell < order.length; cell++) {
+      const mark = view.marks[order[cell]];
+      if (mark & USED) {
+        context.fillRect(x(cell) + (inner - dot) / 2, y(cell) + (inner - dot) / 2, dot, dot);
+      } else if (mark & PRIVATE) {
+        context.moveTo(x(cell), y(cell) + inner);
+        context.lineTo(x(cell) + inner, y(cell));
+      }
+    }
+    context.stroke();
+    this._outline(context, ink, only, lit);
+  }
+
+  /** Cells of several blocks: in each, the classes from above, as much as they have. */
+  _mixed(context, view, lit, only) {
+    const { each, inner, x, y } = this._places();
+    const order = this.colouring.holdings(this.side).order(this.colouring.order);
+    const counts = new Uint32Array(view.classes.length);
+    const colours = view.classes.map(({ colour }) => colour ?? theme.colour("faint"));
+    for (let cell = 0; cell < this.grid.cells; cell++) {
+      counts.fill(0);
+      let lights = 0;
+      const end = Math.min(order.length, (cell + 1) * each);
+      for (let at = cell * each; at < end; at++) {
+        counts[view.of[order[at]]] += 1;
+        if (lit) lights += lit[order[at]];
+      }
+      if (lit && !lights) context.globalAlpha = 0.22;
+      let top = y(cell);
+      for (let kind = counts.length - 1; kind >= 0; kind--) {
+        if (!counts[kind]) continue;
+        const height = (inner * counts[kind]) / (end - cell * each);
+        context.fillStyle = colours[kind];
+        context.fillRect(x(cell), top, inner, height);
+        top += height;
+      }
+      context.globalAlpha = 1;
+    }
+    this._outline(context, theme.colour("ink"), only, lit);
+  }
+
+  /** Outline cells whose blocks are lit or, where nothing is, that are mostly here only. */
+  _outline(context, ink, only, lit) {
+    const flags = lit ?? only;
+    if (!flags) return;
+    const { each, inner, x, y } = this._places();
+    const order = this.colouring.holdings(this.side).order(this.colouring.order);
+    context.strokeStyle = ink;
+    context.lineWidth = 1;
+    for (let cell = 0; cell < this.grid.cells; cell++) {
+      let found = 0;
+      const end = Math.min(order.length, (cell + 1) * each);
+      for (let at = cell * each; at < end; at++) found += flags[order[at]];
+      if (found * 2 < end - cell * each || !found) continue;
+      context.strokeRect(x(cell) + 0.5, y(cell) + 0.5, inner - 1, inner - 1);
+    }
+  }
+
+  /** Ring the block under the pointer or the cursor, or one that another panel points to. */
+  _ring(context) {
+    const { pointed } = this.app;
+    let cell = this.pointer?.cell ?? -1;
+    if (cell < 0 && pointed?.side === this.side && pointed.block >= 0) {
+      const order = this.colouring.holdings(this.side).order(this.colouring.order);
+      cell = Math.floor(order.indexOf(pointed.block) / this.grid.each);
+    }
+    if (cell < 0) return;
+    const { size, x, y } = this._places();
+    context.strokeStyle = theme.colour("focus");
+    context.lineWidth = 2.5;
+    context.strokeRect(x(cell) - 1, y(cell) - 1, size + 1, size + 1);
+  }
+
+  /** Say in words what the map shows; a screen reader is told when nothing moves. */
+  _say(view, only) {
+    const { grid, app, side, colouring } = this;
+    const said = [
+      grid.each > 1 ? `A cell is ${grid.each} blocks, and shows how many of them are what.` : "A cell is a block.",
+      "Hatched: private. Dotted: in use.",
+      only ? `Outlined, only here: ${format.counted(only.reduce((sum, flag) => sum + flag, 0), "block")}.` : "",
+    ];
+    if (grid.each > 1) said[1] = "";
+    const lit = app.lit(side);
+    if (lit >= 0) {
+      const blocks = colouring.lit(side).reduce((sum, flag) => sum + flag, 0);
+      said.push(`Lit: ${format.counted(blocks, "block")} of request ${shortened(side.playback.requests.id[lit])}.`);
+    }
+    this.note.textContent = said.filter(Boolean).join(" ");
+    if (app.playing) return;
+    const counts = view.classes.filter(({ blocks }) => blocks).map(({ label, blocks }) => `${label}: ${format.count(blocks)}`);
+    this.canvas.setAttribute("aria-label",
+      `The ${format.counted(side.cache.blocks, "block")} of the pool at ${format.moment(app.time)}, by ${MODES[colouring.mode].title}. ${counts.join("; ")}. Arrow keys go from cell to cell.`);
+  }
+}
+
+/** How full a tier is: what the pool has too, what only the tier has, and what is parked. */
+class TierBar {
+  constructor(name, slots) {
+    Object.assign(this, { name, slots });
+    this.bar = element("div", { class: "bar", "aria-hidden": "true" });
+    this.parts = ["only", "parked"].map((part) => element("i", { class: part }));
+    this.bar.append(...this.parts);
+    this.text = element("span", { "data-tier": name });
+    this.root = element("div", { class: "tier" }, element("b", {}, shortened(name)), this.bar, this.text);
+  }
+
+  draw(side, number) {
+    const { used, parked } = side.cache.tiers[number];
+    let held = 0;
+    for (const blocks of parked.values()) held += blocks;
+    const [only, kept] = this.parts;
+    only.style.width = `${(100 * (used - held)) / this.slots}%`;
+    kept.style.width = `${(100 * held) / this.slots}%`;
+    const more = held ? `, ${format.count(held)} of preempted sequences` : "";
+    this.text.textContent = `${format.count(used)} of ${format.counted(this.slots, "block")}${more}`;
+  }
 }

@@ -1,1 +1,322 @@
-// What evictions cost.
+// What evictions cost: who wanted the blocks again, and whether the optimum would have had them.
+//
+//   EVICT ──► its blocks ──► the next request that looks them up ──► hit, or missed:
+//   `policy`, if the optimum hits them there, `capacity`, if it does not either; `dead`: there is none
+
+/** Every eviction of a trace with its cost. A block that is evicted is charged to the first request that misses it. */
+class Costs {
+  constructor(side) {
+    const { playback, contents } = side;
+    this.side = side;
+    this.sums = { evicted: 0, dead: 0, hit: 0, capacity: 0, policy: 0 };
+    const rows = [];
+    const lost = [];
+    for (let row = 0; row < playback.length; row++) {
+      if (playback.columns.kind[row] !== playback.kinds.EVICT) continue;
+      let policy = 0;
+      for (const part of this.parts(row)) {
+        for (const name of ["dead", "hit", "capacity", "policy"]) this.sums[name] += part[name];
+        policy += part.policy;
+        this.sums.evicted += part.end - part.first;
+      }
+      rows.push(row);
+      lost.push(policy);
+    }
+    this.rows = rows;
+    this.lost = lost; // blocks of each that the optimum would have hit
+    const { hits, lookups } = contents.totals;
+    const ofOptimum = contents.order.reduce((sum, request) => sum + playback.requests.optimum[request], 0);
+    this.ratio = lookups ? hits / lookups : null;
+    this.optimum = lookups ? ofOptimum / lookups : null;
+  }
+
+  /** Yield the blocks that the EVICT at `row` took, in pieces: positions, next request, and how many are what. */
+  *parts(row) {
+    const { playback, contents } = this.side;
+    const { d, e } = playback.columns;
+    const { hit, optimum } = playback.requests;
+    for (const { owner, first, end, next } of contents.uses(d[row], e[row] - playback.blocksOf(row), e[row], row)) {
+      const part = { owner, first, end, next, dead: 0, hit: 0, capacity: 0, policy: 0 };
+      if (next < 0) part.dead = end - first;
+      else {
+        part.hit = Math.max(0, Math.min(end, hit[next]) - first);
+        part.policy = Math.max(0, Math.min(end, optimum[next]) - Math.max(first, hit[next]));
+        part.capacity = end - first - part.hit - part.policy;
+      }
+      yield part;
+    }
+  }
+
+  /** Return the last EVICT row that is not after `row`; -1: none. */
+  before(row) {
+    return this.rows[firstIndex(this.rows.length, (each) => this.rows[each] > row) - 1] ?? -1;
+  }
+
+  /** Return the EVICT rows that cost most, the worst of each of `parts` equal spans of time, in order. */
+  worst(parts) {
+    const { times } = this.side.playback;
+    const begin = times[this.rows[0]];
+    const width = (times[this.rows.at(-1)] - begin + 1) / parts;
+    const found = new Array(parts).fill(-1);
+    this.rows.forEach((row, number) => {
+      const part = Math.floor((times[row] - begin) / width);
+      if (this.lost[number] > (this.lost[found[part]] ?? 0)) found[part] = number;
+    });
+    return found.filter((number) => number >= 0).map((number) => this.rows[number]);
+  }
+
+  /** Return the EVICT row that cost most of all; -1: none cost anything. */
+  get costliest() {
+    let best = -1;
+    this.lost.forEach((lost, number) => { if (lost > (this.lost[best] ?? 0)) best = number; });
+    return best < 0 ? -1 : this.rows[best];
+  }
+
+  /** Return the least time (ns) to compute the blocks `[first, end)` of a prompt. */
+  prefill(first, end) {
+    const { header, about } = this.side.playback;
+    const [from, upto] = [first * header.block_size, end * header.block_size];
+    const pairs = (tokens, window) => {
+      const growing = Math.min(tokens, window ?? tokens);
+      return (growing * (growing + 1)) / 2 + (tokens - growing) * growing;
+    };
+    const attention = about.prefill.pairs.reduce(
+      (sum, [window, each]) => sum + each * (pairs(upto, window) - pairs(from, window)), 0);
+    return NS.s * (about.prefill.token * (upto - from) + attention);
+  }
+}
+
+/** What is in the pool now by what becomes of it: nobody wants it again, the optimum has it too, or it has not. */
+function outlook(side) {
+  const { cache, row, contents, playback } = side;
+  const found = { dead: 0, held: 0, late: 0, spans: [] };
+  for (const span of cache.spans.values()) {
+    let dead = 0;
+    for (const { first, end, next } of contents.uses(span.request, span.start, span.end, row)) {
+      if (next < 0) dead += end - first;
+      else {
+        const held = Math.max(0, Math.min(end, playback.requests.optimum[next]) - first);
+        found.held += held;
+        found.late += end - first - held;
+      }
+    }
+    found.dead += dead;
+    found.spans.push({ span, dead });
+  }
+  return found;
+}
+
+/** What evictions cost: over the whole trace, at this time, and where most. */
+class StoryPanel {
+  constructor(app, side) {
+    Object.assign(this, { app, side });
+    const { requests, header } = side.playback;
+    this.policy = header.plugins.eviction?.name ?? "the policy";
+    this.id = (request) => requests.id[request];
+    this.now = element("div", { class: "now", id: `story-now-${side.number}` });
+    this.bar = element("div", { class: "outlook", "aria-hidden": "true" });
+    this.parts = element("ul", { class: "legend outlook-parts" });
+    this.buttons = new Map();
+    this.root = element(
+      "section", { class: "panel story", "aria-label": `What evictions cost: ${side.name}` },
+      element("header", {}, element("h2", {}, app.sides.length > 1 ? `What evictions cost: ${side.name}` : "What evictions cost")),
+      this._whole(), element("h3", {}, "The pool now"), this.bar, this.parts, this.now, this._list(),
+    );
+  }
+
+  /** Return the sentences about the whole trace. */
+  _whole() {
+    const { side, policy } = this;
+    const { costs, contents } = side;
+    if (!contents.complete) {
+      return element("p", { class: "notice" }, "Too many requests share prompts here to tell who wants which block again.");
+    }
+    const { sums } = costs;
+    const clock = side.playback.header.mode === "untimed" ? "" :
+      " This run had a clock; the optimum replays its requests one after another, in the order of their first admission.";
+    const told = [
+      `${policy} hit ${format.share(costs.ratio)} of the blocks that requests looked up. The optimum, which knows ` +
+      `all requests to come, hits ${format.share(costs.optimum)} in a pool of this size.${clock}`,
+    ];
+    if (sums.evicted) {
+      const again = (sums.evicted - sums.dead) / sums.evicted;
+      told.push(
+        `${policy} evicted ${format.counted(sums.evicted, "block")}. Later requests asked again for ${format.share(again)} of them: ` +
+        `${format.count(sums.policy)} missed although the optimum would have had them, ` +
+        `${format.count(sums.capacity)} that the optimum would not have had either.`);
+    } else told.push(`${policy} evicted nothing.`);
+    return told.map((text) => element("p", {}, text));
+  }
+
+  /** Return the list of costly evictions. */
+  _list() {
+    const { app, side, policy } = this;
+    if (!side.contents.complete) return null;
+    const worst = side.costs.rows.length ? side.costs.worst(StoryPanel.LISTED) : [];
+    if (!worst.length) return element("p", {}, `No eviction of ${policy} cost a hit that the optimum has.`);
+    const items = worst.map((row) => {
+      const { blocks, first } = this._eviction(row);
+      const button = element("button", { type: "button", class: "go", onclick: () => {
+        app.play(false);
+        app.seekRow(side, row);
+      } }, format.moment(side.playback.times[row]));
+      this.buttons.set(row, button);
+      return element("li", {}, button, element("span", {},
+        `${format.counted(blocks, "block")} of request ${this.id(side.playback.columns.d[row])}; request ${this.id(first.next)} wanted ` +
+        `${first.missed === blocks ? "them" : `${format.count(first.missed)} of them`} ${this._later(row, first.next)}`));
+    });
+    return [
+      element("h3", {}, "Costliest evictions"),
+      element("p", { class: "soft" }, "The worst of each tenth of the run. Press a time to go there."),
+      element("ol", { class: "worst" }, items),
+    ];
+  }
+
+  /** Return what an EVICT took, and who missed it: most by the optimum's measure first. */
+  _eviction(row) {
+    const missed = new Map();
+    const sums = { dead: 0, hit: 0, capacity: 0, policy: 0 };
+    for (const part of this.side.costs.parts(row)) {
+      for (const name of Object.keys(sums)) sums[name] += part[name];
+      if (!part.policy && !part.capacity) continue;
+      const user = missed.get(part.next) ?? { next: part.next, missed: 0, policy: 0, prefill: 0 };
+      missed.set(part.next, user);
+      user.missed += part.policy + part.capacity;
+      user.policy += part.policy;
+      user.prefill += this.side.costs.prefill(part.end - part.policy - part.capacity, part.end);
+    }
+    const users = [...missed.values()].sort((a, b) => b.policy - a.policy || b.missed - a.missed);
+    return { blocks: this.side.playback.blocksOf(row), sums, users, first: users[0] };
+  }
+
+  /** Return how much later than `row` a request is admitted: `3 s later, after 12 other requests`. */
+  _later(row, next) {
+    const { playback, contents } = this.side;
+    const at = contents.admitted[next];
+    const between = contents.rank[next] - contents.rankAt(row) - 1;
+    const after = between > 0 ? `, after ${format.counted(between, "other request")}` : "";
+    const wait = playback.times[at] - playback.times[row];
+    return `${wait ? `${format.duration(wait)} later` : "at the same time"}${after}`;
+  }
+
+  draw() {
+    const { app, side } = this;
+    if (!side.contents.complete) return;
+    // While it plays, numbers that nobody could read need not be drawn for each frame.
+    if (app.playing && performance.now() - (this.drawn ?? -Infinity) < 250) return;
+    this.drawn = performance.now();
+    const state = outlook(side);
+    this._bar(state);
+    const row = side.costs.before(side.row);
+    this.now.replaceChildren(...this._told(row, state));
+    for (const [at, button] of this.buttons) button.setAttribute("aria-pressed", String(at === side.row));
+  }
+
+  _bar({ dead, held, late }) {
+    const { cache } = this.side;
+    const parts = [
+      ["grey", dead, "cached, and nobody asks for it again"],
+      ["orange", late, "asked for again, but so late that the optimum has evicted it"],
+      ["blue", held, "asked for again, and the optimum has it too"],
+      ["green", cache.private, "private to running requests"],
+      ["faint", cache.free, "free"],
+    ].filter(([, blocks]) => blocks);
+    this.bar.replaceChildren(...parts.map(([colour, blocks]) =>
+      element("i", { style: null, class: `fill-${colour}`, "data-share": (100 * blocks) / cache.blocks })));
+    for (const part of this.bar.children) part.style.width = `${part.dataset.share}%`;
+    this.parts.replaceChildren(...parts.map(([colour, blocks, name]) =>
+      element("li", {}, element("i", { class: `fill-${colour}` }), element("b", {}, format.count(blocks)), ` ${name}`)));
+  }
+
+  /** Return paragraphs about the EVICT at `row`, and the pool after it. */
+  _told(row, state) {
+    const { side, policy } = this;
+    const { playback, cache } = side;
+    if (row < 0) return [element("p", {}, "Nothing has been evicted yet.")];
+    const { request, c, d } = playback.columns;
+    const { blocks, sums, users, first } = this._eviction(row);
+    const exact = row === side.row;
+    const size = playback.header.block_size;
+    const idle = format.duration(playback.columns.age[row]);
+    const told = [];
+    const which = exact ? "" : "The last eviction before this time: ";
+    told.push(c[row]
+      ? `${which}at ${format.moment(playback.times[row])} ${format.counted(blocks, "block")} of request ${this.id(d[row])} had expired ` +
+        `and left, ${idle} after they were stored or hit last.`
+      : `${which}at ${format.moment(playback.times[row])} ${policy} evicted ${format.counted(blocks, "block")} of request ${this.id(d[row])} ` +
+        `to make room for request ${this.id(request[row])}. They had been stored or hit last ${idle} before.${exact ? this._rank(row, cache) : ""}`);
+    if (!users.length) {
+      told.push(sums.hit
+        ? "When they were asked for again, they had been computed already: this eviction cost nothing."
+        : "No later request asked for them: this eviction cost nothing.");
+      return told.map((text) => element("p", {}, text));
+    }
+    const tokens = format.count(first.missed * size);
+    const others = users.length > 1 ? ` So did ${format.counted(users.length - 1, "other request")} with other blocks of it.` : "";
+    const computed = playback.header.tiers?.length ? "missed them in the pool" : "had to compute them again";
+    told.push(
+      `Request ${this.id(first.next)} wanted ${first.missed === blocks ? "them" : `${format.count(first.missed)} of them`} ` +
+      `${this._later(row, first.next)}, and ${computed}: ${tokens} tokens, at least ${format.duration(first.prefill)} of prefill ` +
+      `(${playback.about.prefill.model} on ${playback.about.prefill.device}).${others}`);
+    if (!sums.policy) {
+      told.push("The optimum would not have had them then either: the pool was too small for what was wanted sooner.");
+      return told.map((text) => element("p", {}, text));
+    }
+    const kept = sums.policy === blocks ? "them" : `${format.count(sums.policy)} of them`;
+    told.push(`The optimum knew that they would be asked for, and kept ${kept}.${exact ? this._instead(row, state) : ""}`);
+    const other = exact ? this._otherSide(row) : null;
+    if (other) told.push(other);
+    return told.map((text, number) => element("p", { class: number === 2 && "verdict" }, text));
+  }
+
+  /** Return the sentence about how much longer other blocks had been unused. */
+  _rank(row, cache) {
+    const { playback } = this.side;
+    const last = playback.times[row] - playback.columns.age[row];
+    let older = 0;
+    for (const span of cache.spans.values()) if (!span.pins && !span.children.size && span.last < last) older += span.ids.length;
+    return older
+      ? ` ${format.counted(older, "cached block")} that it could have taken had been unused for longer.`
+      : " Nothing that it could have taken had been unused for longer.";
+  }
+
+  /** Return the sentence about what could have been given up at no cost. */
+  _instead(row, state) {
+    const { playback, cache } = this.side;
+    if (!state.dead) return "";
+    const share = format.share(state.dead / cache.cached);
+    let best = null; // whole spans at the end of a prompt can go at once
+    for (const { span, dead } of state.spans) {
+      if (dead === span.ids.length && !span.pins && !span.children.size && dead > (best?.ids.length ?? 0)) best = span;
+    }
+    const such = best
+      ? `, such as ${format.counted(best.ids.length, "block")} of request ${this.id(best.request)}, used last ` +
+        `${format.duration(playback.times[row] - best.last)} before`
+      : "";
+    return ` It would have given up blocks that nobody asks for again: ${format.count(state.dead)} of the ` +
+      `${format.count(cache.cached)} cached blocks (${share}) were such${such}.`;
+  }
+
+  /** Return the sentence about what the other trace evicted for the same request; null: nothing to say. */
+  _otherSide(row) {
+    const { app, side } = this;
+    const other = app.sides.find((each) => each !== side);
+    if (!other?.contents.complete) return null;
+    const request = app.requestOn(other, { side, request: side.playback.columns.request[row] });
+    if (request < 0) return null;
+    const sums = { blocks: 0, policy: 0, dead: 0 };
+    for (const at of other.evictionsFor(request)) {
+      for (const part of other.costs.parts(at)) {
+        sums.blocks += part.end - part.first;
+        sums.policy += part.policy;
+        sums.dead += part.dead;
+      }
+    }
+    const who = `${other.name} (${other.playback.header.plugins.eviction?.name})`;
+    const name = this.id(side.playback.columns.request[row]);
+    if (!sums.blocks) return `For request ${name}, ${who} evicted nothing.`;
+    return `For request ${name}, ${who} evicted ${format.counted(sums.blocks, "block")}: nobody asked again for ` +
+      `${format.count(sums.dead)} of them, and ${format.count(sums.policy)} cost a hit.`;
+  }
+}
+StoryPanel.LISTED = 10;

@@ -6,6 +6,7 @@ class Side {
     Object.assign(this, { number, name, playback });
     this.contents = new Contents(playback);
     this.byId = new Map(playback.requests.id.map((id, request) => [id, request]));
+    if (this.contents.complete) this.costs = new Costs(this);
   }
 
   get cache() {
@@ -14,6 +15,12 @@ class Side {
 
   get row() {
     return this.playback.row;
+  }
+
+  /** Return the EVICT rows that made room for a request. */
+  evictionsFor(request) {
+    const { columns } = this.playback;
+    return this.costs.rows.filter((row) => columns.request[row] === request);
   }
 
   /** Return how many blocks of the eviction at `row` the other trace did not evict for the same request. */
@@ -267,6 +274,6 @@ async function main() {
 }
 
 /** The panels below the clock, from above. One that is `shared` is for all sides. */
-const PANELS = [PoolPanel, TreePanel, TimelinePanel, CurvesPanel, LogPanel, RequestPanel];
+const PANELS = [StoryPanel, PoolPanel, TreePanel, TimelinePanel, CurvesPanel, LogPanel, RequestPanel];
 
 await main();

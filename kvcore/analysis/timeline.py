@@ -1,0 +1,546 @@
+"""The timeline of a trace: its requests, their phases, and the pool over time, in columns."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from functools import partial
+from itertools import compress
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvcore.progress import Tick, ticked, unseen
+from kvcore.trace import CacheState, read_events
+from kvcore.trace.state import ViolationError, run_blocks
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
+
+NEVER = -1
+"""The time of what did not happen, and the index of no request."""
+
+UNSTEPPED = frozenset({"REQUEST", "REJECT", "PREFETCH", "OFFLOAD", "LOAD", "DROP", "END"})
+"""Lines that can come while a step runs."""
+
+
+class Kind(IntEnum):
+    """What a request does in a phase."""
+
+    QUEUED = 0
+    """Waits for its first admission."""
+    LOADING = 1
+    """Is admitted, and waits for blocks from a tier."""
+    PREFILL = 2
+    """Its prompt is computed, or after a preemption all that was dropped."""
+    DECODE = 3
+    """Generates its output."""
+    PREEMPTED = 4
+    """Was preempted, and waits to run again."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the request is not in the batch."""
+        return self in (Kind.QUEUED, Kind.PREEMPTED)
+
+
+_times: Callable[[], array[int]] = partial(array, "q")
+_numbers: Callable[[], array[int]] = partial(array, "i")
+_bytes: Callable[[], array[int]] = partial(array, "b")
+
+
+@attrs.define(eq=False)
+class Requests:
+    """The requests of a trace, one row a REQUEST line, in their order.
+
+    Attributes:
+        ids: as the trace has them.
+        arrival, admitted, first_token, finish: times in ns; -1: it did not happen. Without a
+            clock no first token is recorded, and a request finishes when it is closed.
+        prompt, output: tokens; of output those asked for, or once finished those generated.
+        lookup, hit: blocks that its first admission looked up and hit.
+        rejected: why the request of a row was turned away.
+    """
+
+    ids: list[int | str] = attrs.field(factory=list)
+    arrival: array[int] = attrs.field(factory=_times)
+    admitted: array[int] = attrs.field(factory=_times)
+    first_token: array[int] = attrs.field(factory=_times)
+    finish: array[int] = attrs.field(factory=_times)
+    prompt: array[int] = attrs.field(factory=_times)
+    output: array[int] = attrs.field(factory=_times)
+    lookup: array[int] = attrs.field(factory=_times)
+    hit: array[int] = attrs.field(factory=_times)
+    rejected: dict[int, str] = attrs.field(factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self.ids)
+
+    def add(self, event: events.Request) -> int:
+        """Add the request of a REQUEST line; return its row."""
+        self.ids.append(event.id)
+        self.arrival.append(event.t)
+        for never in (self.admitted, self.first_token, self.finish):
+            never.append(NEVER)
+        self.prompt.append(event.prompt)
+        self.output.append(event.output)
+        self.lookup.append(0)
+        self.hit.append(0)
+        return len(self.ids) - 1
+
+
+@attrs.define(eq=False)
+class Phases:
+    """What the requests of a trace do, one row a phase, in the order in which they start.
+
+    The phases of a request follow one another without gaps from its arrival to its finish;
+    those that last no time are left out. A phase under way when the trace ends, ends there.
+    No line says when a preempted request has computed again what it had: taken for it is the
+    COMMIT of the last block that it can share, its next ALLOC or, where it hits all those
+    blocks, the end of the next step of which there is a line.
+
+    Attributes:
+        request: rows of `Requests`.
+        kind: values of `Kind`.
+        start, end: times in ns.
+        requester: row of the request for whose sake one was preempted; -1: nobody's.
+    """
+
+    request: array[int] = attrs.field(factory=_numbers)
+    kind: array[int] = attrs.field(factory=_bytes)
+    start: array[int] = attrs.field(factory=_times)
+    end: array[int] = attrs.field(factory=_times)
+    requester: array[int] = attrs.field(factory=_numbers)
+
+    def __len__(self) -> int:
+        """Return the number of phases."""
+        return len(self.request)
+
+    def __iter__(self) -> Iterator[tuple[int, Kind, int, int, int]]:
+        """Yield the rows: request, kind, start, end, requester."""
+        for request, kind, *rest in zip(*attrs.astuple(self, recurse=False), strict=True):
+            yield (request, Kind(kind), *rest)
+
+    def lasting(self) -> Phases:
+        """Return the phases that last some time."""
+        lasts = [end > start for start, end in zip(self.start, self.end, strict=True)]
+        columns = attrs.astuple(self, recurse=False)
+        return Phases(*(array(old.typecode, compress(old, lasts)) for old in columns))
+
+
+@attrs.define(eq=False)
+class Chunks:
+    """When parts of a prefill ended, as far as COMMIT lines tell, in the order of time.
+
+    A step that completes no block that can be shared leaves no line.
+
+    Attributes:
+        request: rows of `Requests`.
+        time: in ns.
+    """
+
+    request: array[int] = attrs.field(factory=_numbers)
+    time: array[int] = attrs.field(factory=_times)
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.time)
+
+
+GAUGES = ("free", "cached", "private", "waiting", "running")
+"""Columns of a `Series` that go up and down."""
+
+_COLUMNS = 2 + 2 * len(GAUGES)
+"""Rows that stand for a bucket at most: its first and last, and two extremes a gauge."""
+
+
+@attrs.define(eq=False)
+class Series:
+    """A pool and its queue over time: one row for each time at which a trace has lines.
+
+    A row has the state after the last line of its time, which holds up to the next row.
+
+    Attributes:
+        time: in ns.
+        free, cached, private: blocks; their sum is the pool.
+        waiting: requests that queue up, were preempted or are paused.
+        running: requests that were admitted, those that wait for a tier among them.
+        lookup_blocks, hit_blocks: those of first admissions so far.
+        evicted_blocks: that left the cache so far, by capacity or expiry.
+        tiers: slots in use by the name of the tier, nearest first.
+    """
+
+    time: array[int] = attrs.field(factory=_times)
+    free: array[int] = attrs.field(factory=_numbers)
+    cached: array[int] = attrs.field(factory=_numbers)
+    private: array[int] = attrs.field(factory=_numbers)
+    waiting: array[int] = attrs.field(factory=_numbers)
+    running: array[int] = attrs.field(factory=_numbers)
+    lookup_blocks: array[int] = attrs.field(factory=_times)
+    hit_blocks: array[int] = attrs.field(factory=_times)
+    evicted_blocks: array[int] = attrs.field(factory=_times)
+    tiers: dict[str, array[int]] = attrs.field(factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.time)
+
+    def thinned(self, points: int) -> Series:
+        """Return at most so many rows (but no fewer than 12), by which it looks the same.
+
+        Time is cut into equal buckets. Of each the first and the last row are kept, and those
+        in which a gauge is lowest or highest: so no peak of blocks, tiers' apart, or of
+        requests is lost, and cumulative counts are those of the times that are kept.
+        Costs O(rows).
+        """
+        rows = len(self)
+        if rows <= max(points, _COLUMNS):
+            return self
+        first, span = self.time[0], self.time[-1] - self.time[0] + 1
+        buckets = max(1, points // _COLUMNS)
+        gauges = [getattr(self, name) for name in GAUGES]
+        kept: list[int] = []
+        low = 0
+        for bucket in range(1, buckets + 1):
+            high = bisect_left(self.time, first + -(-span * bucket // buckets), low)
+            if high > low:
+                within = range(low, high)
+                found = {low, high - 1}
+                for gauge in gauges:
+                    found.add(min(within, key=gauge.__getitem__))
+                    found.add(max(within, key=gauge.__getitem__))
+                kept += sorted(found)
+            low = high
+        return self._rows(kept)
+
+    def _rows(self, rows: list[int]) -> Series:
+        def pick(column: array[int]) -> array[int]:
+            return array(column.typecode, map(column.__getitem__, rows))
+
+        names = [field.name for field in attrs.fields(Series) if field.name != "tiers"]
+        tiers = {name: pick(used) for name, used in self.tiers.items()}
+        return Series(**{name: pick(getattr(self, name)) for name in names}, tiers=tiers)
+
+    def hit_ratio(self, window_ns: int | None = None) -> array[float]:
+        """Return the share of blocks that hit, of those looked up, at each row.
+
+        Counted are the admissions of the `window_ns` up to the row's time, that one included;
+        None: of all times so far. NaN where nothing was looked up. Costs O(rows).
+        """
+        lookups, hits = self.lookup_blocks, self.hit_blocks
+        ratios = array("d")
+        at, looked, hit = 0, 0, 0
+        for now, lookup, found in zip(self.time, lookups, hits, strict=True):
+            while window_ns is not None and self.time[at] <= now - window_ns:
+                looked, hit, at = lookups[at], hits[at], at + 1
+            ratios.append((found - hit) / (lookup - looked) if lookup > looked else nan)
+        return ratios
+
+
+@attrs.define(eq=False)
+class Timeline:
+    """What happened in a trace, by time, in columns; all times are in ns.
+
+    Attributes:
+        source: the path of the trace.
+        header: its first line, as JSON has it.
+        complete: whether it has its END; if not, `cut_reason` says where it stops.
+        lines: how many were read, HEADER and END included.
+        begin, end: the time of the first line after HEADER, and of the last.
+        requests, phases, chunks, series: the columns.
+    """
+
+    source: str
+    header: dict[str, Any]
+    complete: bool
+    cut_reason: str | None
+    lines: int
+    begin: int
+    end: int
+    requests: Requests
+    phases: Phases
+    chunks: Chunks
+    series: Series
+
+    @classmethod
+    def read(cls, file: str | os.PathLike[str], *, tick: Tick = unseen) -> Timeline:
+        """Return the timeline of a trace of any mode, which may be cut.
+
+        A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what
+        it holds could have happened. One pass, O(lines); memory some 60 bytes a distinct
+        time, 100 a request and 30 a phase, besides that of `CacheState`.
+
+        Args:
+            file: the trace.
+            tick: called with the bytes of the file that are done.
+
+        Raises:
+            InputError: the file cannot be opened.
+            TraceError: it has no HEADER, a line is damaged or contradicts what came before.
+        """
+        reader = read_events(file)
+        builder: TimelineBuilder | None = None
+        header: dict[str, Any] = {}
+        for event in ticked(reader, tick):
+            try:
+                if builder is None:
+                    header = event.as_dict()
+                    builder = TimelineBuilder(event)  # type: ignore[arg-type]  # the reader has seen to it
+                else:
+                    builder.take(event)
+            except ValueError as error:
+                reader.fail(f"{event.event}: {error}")
+        if builder is None:
+            reader.fail("there is no HEADER, so nothing can be told of what follows")
+        builder.end()
+        return cls(
+            source=str(reader.file),
+            header=header,
+            complete=reader.complete,
+            cut_reason=reader.cut_reason,
+            lines=reader.line,
+            begin=builder.series.time[0],
+            end=builder.series.time[-1],
+            requests=builder.requests,
+            phases=builder.phases.lasting(),
+            chunks=builder.chunks,
+            series=builder.series,
+        )
+
+
+class TimelineBuilder:
+    """Makes a timeline while the events of a trace are read.
+
+    Attributes:
+        state: the cache, rebuilt.
+        waiting, running, evicted_blocks: as the last row of the series will have them.
+        requests, phases, chunks, series: the columns so far.
+    """
+
+    def __init__(self, header: events.Header) -> None:
+        self.state = CacheState(header)
+        self.waiting = self.running = self.evicted_blocks = 0
+        self.requests = Requests()
+        self.phases = Phases()
+        self.chunks = Chunks()
+        names = [] if self.state.tiers is None else self.state.tiers.levels
+        self.series = Series(tiers={name: array("i") for name in names})
+        self._untimed = header.mode == "untimed"
+        self._now: int | None = None
+        self._start = header.t
+        self._rows: dict[int | str, int] = {}
+        # Of each open sequence the row of its request; and how many of these a request has.
+        self._row_of: dict[int, int] = {}
+        self._open = array("i")
+        # By request, the row of its phase under way, or -1; and what it did until its pause.
+        self._phase = array("i")
+        self._before: dict[int, Kind] = {}
+        # Requests that returned and hit all that they can share: no COMMIT will tell when
+        # the rest is computed, which mostly is at the end of the next step.
+        self._returned: list[int] = []
+        self._take: dict[str, Callable[[Any], None]] = {
+            name: getattr(self, f"_{name.lower()}")
+            for name in (
+                *("REQUEST", "MISS", "LOAD_START", "LOAD", "ALLOC", "COMMIT", "EVICT"),
+                *("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT", "FREE", "FORK"),
+            )
+        }
+        self._take["HIT"] = self._miss
+
+    def take(self, event: events.Event) -> None:
+        """Apply the next event after HEADER.
+
+        Raises:
+            ViolationError: the event names what is not there.
+        """
+        if event.t != self._now:
+            if self._now is not None:
+                self._add_row(self._now)
+            self._now = event.t
+        if self._returned and event.event not in UNSTEPPED:
+            self._step(event.t)
+        self.state.apply(event)
+        record = self._take.get(event.event)
+        if record is not None:
+            try:
+                record(event)
+            except LookupError as error:
+                msg = f"it does not fit the lines before it ({error!r})"
+                raise ViolationError(msg) from error
+
+    def end(self) -> None:
+        """Add the last row, and end the phases under way: no line follows."""
+        now = self._start if self._now is None else self._now
+        self._add_row(now)
+        for row in self._phase:
+            if row >= 0:
+                self.phases.end[row] = now
+
+    def _add_row(self, now: int) -> None:
+        state, series = self.state, self.series
+        series.time.append(now)
+        series.free.append(state.free)
+        series.cached.append(state.cached)
+        series.private.append(state.private)
+        series.waiting.append(self.waiting)
+        series.running.append(self.running)
+        series.lookup_blocks.append(state.hits.lookup_blocks)
+        series.hit_blocks.append(state.hits.hit_blocks)
+        series.evicted_blocks.append(self.evicted_blocks)
+        for name, used in series.tiers.items():
+            used.append(state.tiers.levels[name].used)
+
+    def _doing(self, row: int) -> Kind | None:
+        """Return the phase under way of a request; None: it has none."""
+        phase = self._phase[row]
+        return Kind(self.phases.kind[phase]) if phase >= 0 else None
+
+    def _begin(self, row: int, kind: Kind | None, now: int, requester: int = NEVER) -> None:
+        """End the phase of a request that is under way, and begin another if `kind` is one."""
+        phases, last = self.phases, self._doing(row)
+        if last is not None:
+            phases.end[self._phase[row]] = now
+            self._count(last, -1)
+        self._phase[row] = NEVER if kind is None else len(phases)
+        if kind is not None:
+            self._count(kind, 1)
+            phases.request.append(row)
+            phases.kind.append(kind)
+            phases.start.append(now)
+            phases.end.append(now)
+            phases.requester.append(requester)
+
+    def _count(self, kind: Kind, change: int) -> None:
+        if kind.waits:
+            self.waiting += change
+        else:
+            self.running += change
+
+    def _request(self, event: events.Request) -> None:
+        row = self._rows[event.id] = self.requests.add(event)
+        self._open.append(0)
+        self._phase.append(NEVER)
+        self._begin(row, Kind.QUEUED, event.t)
+
+    def _miss(self, event: events.Hit | events.Miss) -> None:
+        """Apply a HIT or MISS line; the first one of an admission opens a sequence."""
+        if event.seq in self._row_of:
+            return
+        requests, row = self.requests, self._rows[event.request]
+        self._row_of[event.seq] = row
+        self._open[row] += 1
+        if requests.admitted[row] < 0:
+            requests.admitted[row] = event.t
+            requests.lookup[row] = self.state.requests[event.request].lookup
+            requests.hit[row] = getattr(event, "blocks", 0)
+        elif self._doing(row) is None:
+            # Without a clock a request can be opened again: it has not finished yet.
+            self._begin(row, Kind.PREEMPTED, requests.finish[row])
+            requests.finish[row] = NEVER
+        self._begin(row, Kind.PREFILL, event.t)
+        if requests.first_token[row] >= 0:
+            prompt = self.state.requests[event.request]
+            if getattr(event, "blocks", 0) >= prompt.cacheable:
+                self._returned.append(row)
+
+    def _step(self, now: int) -> None:
+        """Let requests decode that returned before the step that ended at `now`."""
+        later = []
+        for row in self._returned:
+            if self._doing(row) is not Kind.PREFILL:
+                continue
+            if self.phases.start[self._phase[row]] < now:
+                self._prefilled(row, now)
+            else:
+                later.append(row)
+        self._returned = later
+
+    def _load_start(self, event: events.LoadStart) -> None:
+        row = self._row_of.get(event.seq)
+        if row is not None and self._doing(row) is Kind.PREFILL:
+            self._begin(row, Kind.LOADING, event.t)
+
+    def _load(self, event: events.Load) -> None:
+        row = self._row_of.get(event.seq)
+        if row is not None and self._doing(row) is Kind.LOADING:
+            self._begin(row, Kind.PREFILL, event.t)
+
+    def _commit(self, event: events.Commit) -> None:
+        row = self._row_of.get(event.seq)
+        if row is None or event.how == "shared" or self._doing(row) is not Kind.PREFILL:
+            return
+        if event.t > self.phases.start[self._phase[row]]:
+            self.chunks.request.append(row)
+            self.chunks.time.append(event.t)
+        seq = self.state.sequences[event.seq]
+        if seq.span.end >= seq.prompt.cacheable:
+            self._prefilled(row, event.t)
+
+    def _alloc(self, event: events.Alloc) -> None:
+        row = self._row_of.get(event.seq)
+        if row is None or self._doing(row) is not Kind.PREFILL:
+            return
+        beyond = event.first >= self.state.sequences[event.seq].prompt.blocks
+        if beyond and event.t > self.phases.start[self._phase[row]]:
+            self._prefilled(row, event.t)
+
+    def _prefilled(self, row: int, now: int) -> None:
+        """Let a request decode for whose prefill no FIRST_TOKEN will tell that it is over."""
+        if self._untimed or self.requests.first_token[row] >= 0:
+            self._begin(row, Kind.DECODE, now)
+
+    def _evict(self, event: events.Evict | events.Drop) -> None:
+        if event.scope == "cache":
+            self.evicted_blocks += run_blocks(event.runs)
+
+    def _first_token(self, event: events.FirstToken) -> None:
+        row = self._rows[event.request]
+        self.requests.first_token[row] = event.t
+        self._begin(row, Kind.DECODE, event.t)
+
+    def _preempt(self, event: events.Preempt) -> None:
+        row = self._rows[event.request]
+        doing = self._doing(row)
+        if doing is not None and not doing.waits:
+            self._before[row] = doing
+        requester = event.requester
+        whom = self._rows[requester] if isinstance(requester, (int, str)) else NEVER
+        self._begin(row, Kind.PREEMPTED, event.t, whom)
+
+    def _resume(self, event: events.Resume) -> None:
+        row = self._rows[event.request]
+        self._begin(row, self._before.get(row, Kind.DECODE), event.t)
+
+    def _finish(self, event: events.Finish) -> None:
+        row = self._rows[event.request]
+        self.requests.finish[row], self.requests.output[row] = event.t, event.output
+        self._begin(row, None, event.t)
+
+    def _reject(self, event: events.Reject) -> None:
+        row = self._rows[event.request]
+        self.requests.rejected[row] = event.why
+        self._begin(row, None, event.t)
+
+    def _fork(self, event: events.Fork) -> None:
+        row = self._row_of.get(event.seq)
+        if row is not None:
+            self._row_of[event.child] = row
+            self._open[row] += 1
+
+    def _free(self, event: events.Free) -> None:
+        if event.reason != "close":
+            return
+        row = self._row_of.pop(event.seq, None)
+        if row is None:
+            return
+        self._open[row] -= 1
+        doing = self._doing(row)
+        if not self._open[row] and doing not in (None, Kind.PREEMPTED) and self._untimed:
+            self.requests.finish[row] = event.t
+            self._begin(row, None, event.t)

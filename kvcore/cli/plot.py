@@ -1,0 +1,74 @@
+"""`kvcore plot`: one plot of a trace, or of the result of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import click
+
+from kvcore.analysis.timeline import Timeline
+from kvcore.cli.output import picture_option, plot_file, progress
+from kvcore.cli.simulate import TRACE
+from kvcore.cli.verb import echo, verb
+from kvcore.errors import InputError
+from kvcore.files import input_path
+from kvcore.report import plots
+from kvcore.trace import rebuild_residency
+
+PlotKind: TypeAlias = Literal["occupancy", "hits", "ages", "timeline", "latency"]
+
+KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency")
+
+
+@verb(
+    "kvcore plot run.jsonl.gz --kind occupancy -o pool.png",
+    "kvcore simulate --out results && kvcore plot results --kind latency -o latency.svg",
+)
+@click.argument("source", metavar="TRACE|RESULT")
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    required=True,
+    help="What to draw: blocks and requests over time; hit ratios over time; how long blocks "
+    "rested; what requests did; or how long they took.",
+)
+@picture_option("-o", "--out", required=True, help="File for the plot: .png or .svg.")
+def plot(*, source: str, kind: PlotKind, out: Path) -> None:
+    """Plot a TRACE, or the RESULT of a run: a directory that `--out` of simulate or run wrote.
+
+    All kinds but `latency` need the trace, which a RESULT has too. What of a TRACE that is cut
+    can be read is drawn, but for `ages`, and the plot says so.
+    """
+    folder = Path(source) if Path(source).is_dir() else None
+    if folder is not None and kind == "latency":
+        found = plots.Latencies.read(folder)
+        with plot_file(out) as write:
+            write(lambda form: plots.latency(found, form))
+        return
+    trace = input_path(source) if folder is None else folder / TRACE
+    if folder is not None and not trace.is_file():
+        msg = (
+            f"{folder} has no {TRACE}, which --kind {kind} is drawn from; --kind latency needs "
+            "none. `kvcore simulate --trace FILE` writes one"
+        )
+        raise InputError(msg)
+    with (
+        plot_file(out, [trace]) as write,
+        progress(f"reading {trace.name}: lines", None) as tick,
+    ):
+        timeline = Timeline.read(trace, tick=tick)
+        if kind == "ages":
+            residency = rebuild_residency(trace)
+            write(lambda form: plots.ages(residency, timeline.header, form))
+        elif kind == "latency":
+            write(lambda form: plots.latency(plots.Latencies.of(timeline), form))
+        else:
+            draw = {
+                "occupancy": plots.occupancy,
+                "hits": plots.hits,
+                "timeline": plots.timeline,
+            }[kind]
+            write(lambda form: draw(timeline, form))
+    if not timeline.complete:
+        echo(f"kvcore: {trace}: incomplete: {timeline.cut_reason}", err=True)

@@ -1,0 +1,640 @@
+"""The tour for learners: six questions on the KV cache, each answered by a run of kvcore.
+
+Nothing that the page shows is made up: prompts are given below, and everything else is what the
+model, the cache and its traces make of them when the page is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvcore.analysis import replay
+from kvcore.cache import KVCache
+from kvcore.demo import (
+    OneHead,
+    RecordingCache,
+    generate,
+    with_and_without_cache,
+)
+from kvcore.demo.caching import DTYPE
+from kvcore.engine.engine import run
+from kvcore.errors import InputError
+from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.cost import prefill_flop
+from kvcore.models.memory import KVLayout
+from kvcore.models.spec import ModelSpec
+from kvcore.pages.shell import Page
+from kvcore.plugins import resolve
+from kvcore.request import Request, block_keys, text_request, word_tokens
+from kvcore.serving import Batching
+from kvcore.trace import CacheState, Trace, decode_runs
+
+if TYPE_CHECKING:
+    from kvcore.trace.events import Event
+
+BLOCK = 4
+"""Tokens of a block in all parts that draw one: few enough to be read at a glance."""
+
+CODECS = ("fp16", "fp8-e4m3", "int8", "int4", "kivi:bits=2")
+"""What the calculator can keep K/V in."""
+
+CALCULATOR_BLOCK = 16
+"""Tokens of a block in the calculator: the default of `kvcore size`."""
+
+CURVES = ("llama-2-7b", "llama-3-8b", "deepseek-v3", "mistral-7b-v0.1")
+"""Models whose growth is drawn: MHA, GQA, MLA, and a window in all layers."""
+
+
+def tour_page() -> bytes:
+    """Return the page. Equal installations give equal bytes. It takes a second or two.
+
+    Raises:
+        PluginError: torch or plotly is not installed.
+    """
+    body = (files("kvcore.pages") / "static" / "tour.html").read_text("utf-8")
+    return Page(
+        title="A tour of the KV cache",
+        body=body,
+        scripts=["tour.js"],
+        styles=["tour.css"],
+        data={"tour": tour()},
+    ).render()
+
+
+def tour() -> dict[str, Any]:
+    """Run everything that the page shows; return its data, by the names of its parts."""
+    return {
+        "caching": _caching(),
+        "memory": _memory(),
+        "sharing": _sharing(),
+        "eviction": _eviction(),
+        "window": _window(),
+        "attention": _attention(),
+    }
+
+
+# What a cache saves, and how it grows.
+
+
+def _caching() -> dict[str, Any]:
+    """Generate the same tokens without a cache and with two kinds of it."""
+    generator = resolve("generator", "transformer")
+    prompt, output = 5, 8
+    found = with_and_without_cache(
+        generator,
+        resolve("backend", "torch-cpu"),
+        prompt_tokens=prompt,
+        output=output,
+        block_size=BLOCK,
+        threads=1,
+    )
+    spec: ModelSpec = generator.spec
+    return {
+        "prompt": prompt,
+        "output": output,
+        "block_size": BLOCK,
+        "layers": spec.layers,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "number_bytes": 8,
+        "caches": [
+            {
+                "cache": each.cache,
+                "projections": each.step_projections,
+                "kv_bytes": each.step_kv_bytes,
+                "flop": [
+                    prefill_flop(spec, new, prompt + step - new)
+                    for step, new in enumerate(each.step_projections)
+                ],
+            }
+            for each in found
+        ],
+    }
+
+
+def _memory() -> dict[str, Any]:
+    """Return what the calculator computes with: bytes of blocks, of weights, and of GPUs."""
+    return {
+        "block_size": CALCULATOR_BLOCK,
+        "codecs": CODECS,
+        "curves": CURVES,
+        "models": {
+            name: {
+                "attention": model.attention,
+                "layers": model.layers,
+                "query_heads": model.query_heads,
+                "kv_heads": model.kv_heads,
+                "head_dim": model.head_dim,
+                "latent": model.latent,
+                "windows": [[w, model.windows.count(w)] for w in dict.fromkeys(model.windows)],
+                "weight_bytes": model.weight_bytes,
+                "codecs": {codec: _layout(model, codec) for codec in CODECS},
+            }
+            for name, model in MODELS.items()
+        },
+        "devices": {name: device.hbm_bytes for name, device in DEVICES.items()},
+    }
+
+
+def _layout(model: ModelSpec, codec: str) -> dict[str, int] | None:
+    """Return the bytes of a block in all layers, and those that a sequence stages.
+
+    None where the codec cannot code the heads of the model.
+    """
+    try:
+        layout = KVLayout(model, codec, CALCULATOR_BLOCK)
+    except InputError:
+        return None
+    return {"block_bytes": layout.bytes_per_block, "staged_bytes": layout.staged_bytes()}
+
+
+# Traces, line by line.
+
+
+@attrs.define
+class _Traced:
+    """The lines of a trace, as they were written and as events.
+
+    Attributes:
+        lines: the text of the file.
+    """
+
+    lines: str
+
+    @classmethod
+    def of(cls, work: Callable[[Trace], object]) -> _Traced:
+        """Call `work` with a trace, and return what was written."""
+        file = BytesIO()
+        with Trace(file) as trace:
+            work(trace)
+        return cls(file.getvalue().decode())
+
+    def events(self) -> Iterator[tuple[str, Event, CacheState]]:
+        """Yield each line between HEADER and END, its event, and the cache after it."""
+        from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
+
+        header, *lines, _ = self.lines.splitlines()
+        about = decode(header.encode())
+        assert isinstance(about, Header)
+        state = CacheState(about)
+        for line in lines:
+            event = decode(line.encode())
+            state.apply(event)
+            yield line, event, state
+
+
+def _ids(runs: Any) -> list[int]:
+    """Return the block ids of runs."""
+    return list(decode_runs(runs, 1 << 16))
+
+
+# Sharing.
+
+_SYSTEM = "You are a helpful assistant . Be brief"
+_TEXTS = {
+    "A": f"{_SYSTEM} Name a fruit",
+    "B": f"{_SYSTEM} Count to ten . Begin",
+    "C": f"{_SYSTEM} Count to ten . Slowly",
+}
+_ANSWERS = {"A": "Apple is mine", "A′": "Pear of course", "B": "One two"}
+_SHARED_POOL = 12
+
+
+def _sharing() -> dict[str, Any]:
+    """Let two requests share a prefix, fork one of them, and close all; tell each line."""
+    texts = {name: text.split() for name, text in _TEXTS.items()}
+    # The time of a call is its number: so each line tells which call has written it.
+    tokens: dict[int, dict[int, int]] = {}
+
+    def work(trace: Trace) -> None:
+        cache = KVCache(_SHARED_POOL, BLOCK, trace=trace)
+        open_: dict[str, Any] = {}
+
+        def done() -> None:
+            tokens[cache.now] = {seq.id: seq.tokens for seq in open_.values()}
+
+        def begin(name: str) -> None:
+            keys = block_keys(word_tokens(_TEXTS[name], 1 << 30), BLOCK)
+            request = Request(
+                id=name, prompt_tokens=len(texts[name]), keys=keys, key_tokens=BLOCK
+            )
+            seq = open_[name] = cache.open(request, now=cache.now + 1)
+            done()
+            cache.commit(seq, seq.tokens - seq.computed, cache.now + 1)
+            done()
+
+        def write(name: str, count: int) -> None:
+            cache.extend(open_[name], count, cache.now + 1)
+            cache.commit(open_[name], count)
+            done()
+
+        def end(name: str) -> None:
+            cache.close(open_.pop(name), cache.now + 1)
+            done()
+
+        begin("A")
+        begin("B")
+        open_["A′"] = cache.fork(open_["A"], cache.now + 1)
+        done()
+        write("A′", 1)
+        write("A", 3)
+        write("A′", 2)
+        for name in ("A", "A′", "B"):
+            end(name)
+        begin("C")
+        end("C")
+
+    traced = _Traced.of(work)
+    for name, answer in _ANSWERS.items():
+        texts[name] = texts.get(name, texts["A"][: len(_TEXTS["A"].split())]) + answer.split()
+    return {
+        "blocks": _SHARED_POOL,
+        "block_size": BLOCK,
+        "lines": traced.lines,
+        "frames": list(_sharing_frames(traced, texts, tokens)),
+    }
+
+
+def _sharing_frames(
+    traced: _Traced, texts: Mapping[str, Sequence[str]], tokens: Mapping[int, Mapping[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield pool, tables and a sentence after each line."""
+    names: dict[int, str] = {}
+    words: dict[int, list[str]] = {}
+    before: Mapping[int, int] = {}
+    now = 0
+    for line, event, state in traced.events():
+        if event.t > now:
+            before, now = tokens.get(now, {}), event.t
+        if event.event in ("HIT", "MISS"):
+            names[event.seq] = str(event.request)
+        elif event.event == "FORK":
+            names[event.child] = f"{names[event.seq]}′"
+        tables = {number: list(seq.table()) for number, seq in state.sequences.items()}
+        shared = {block for span in state.spans.values() for block in span.ids}
+        for number, table in tables.items():
+            text = texts[names[number]][: tokens[event.t].get(number, 0)]
+            for place, block in enumerate(table):
+                words[block] = list(text[place * BLOCK : (place + 1) * BLOCK])
+        holders = {
+            block: [names[number] for number, table in tables.items() if block in table]
+            for block in range(_SHARED_POOL)
+        }
+        kinds = {
+            block: "cached" if block in shared else "private" if holders[block] else "free"
+            for block in range(_SHARED_POOL)
+        }
+        yield {
+            "line": line,
+            "say": _sharing_sentence(event, state, names, holders, before),
+            "fresh": _touched(event, state),
+            "pool": [
+                {
+                    "kind": kinds[block],
+                    "by": holders[block],
+                    "words": [] if kinds[block] == "free" else words[block],
+                }
+                for block in range(_SHARED_POOL)
+            ],
+            "tables": [
+                {
+                    "name": names[number],
+                    "tokens": tokens[event.t].get(number, 0),
+                    "blocks": table,
+                }
+                for number, table in tables.items()
+            ],
+        }
+
+
+def _touched(event: Event, state: CacheState) -> list[int]:
+    """Return the blocks that a line is about."""
+    name = event.event
+    if name == "HIT":
+        return list(state.sequences[event.seq].table())
+    if name == "COMMIT":
+        return list(state.sequences[event.seq].table()[event.first :][: event.blocks])
+    if name == "COPY":
+        return [event.source, event.to]
+    if name == "FORK":
+        return list(state.sequences[event.child].table())
+    return _ids(event.runs) if name in ("ALLOC", "FREE") else []
+
+
+def _sharing_sentence(
+    event: Event,
+    state: CacheState,
+    names: Mapping[int, str],
+    holders: Mapping[int, Sequence[str]],
+    before: Mapping[int, int],
+) -> str:
+    """Return what a line says, for somebody who hears of blocks for the first time.
+
+    `before` is how many tokens each sequence had before the call that wrote the line.
+    """
+    name = event.event
+    if name == "REQUEST":
+        full, rest = divmod(event.prompt, BLOCK)
+        return (
+            f"Request {event.id} arrives with {event.prompt} tokens: {full} full blocks of "
+            f"{BLOCK}, and {rest} more. Each full block gets a key: a hash of its text and of "
+            "all text before it."
+        )
+    who = names[event.seq]
+    if name == "HIT":
+        blocks = _listed(state.sequences[event.seq].table())
+        return (
+            f"A hit: {who} begins with the same {event.blocks * BLOCK} tokens, so the keys of "
+            f"its first {event.blocks} blocks are known. Its table gets {blocks} as well. "
+            "Nothing is computed for them, and they lie in memory once."
+        )
+    if name == "MISS":
+        if event.block:
+            why = (
+                "nobody has computed that text yet"
+                if event.why == "absent"
+                else "it is the last one, and not full: such a block has no key"
+            )
+            return f"From its block {event.block + 1} on, {who} misses: {why}."
+        return f"A miss: the pool has nothing of {who}'s text yet. All of it must be computed."
+    if name == "ALLOC":
+        taken = _listed(_ids(event.runs))
+        if event.seq in before:
+            last = state.sequences[event.seq].table()[event.first - 1]
+            room = f"Block {last} is full, so it gets {taken}."
+            if before[event.seq] % BLOCK:
+                room = (
+                    f"Nobody else holds block {last} any more, so it fills that without a copy; "
+                    f"for the rest it gets {taken}."
+                )
+            return f"{who} writes on. {room}"
+        return (
+            f"{who} gets {taken} from the pool, for the text that it has yet to compute. Its "
+            "block table says where each part of its text lies."
+        )
+    if name == "COMMIT":
+        blocks = _listed(state.sequences[event.seq].table()[event.first :][: event.blocks])
+        return (
+            f"The model has computed {who}'s tokens. What is full, {blocks}, is entered under its "
+            "key: from now on whoever begins with the same text can use it."
+        )
+    if name == "FORK":
+        return (
+            f"{who} is to have two answers, so it is forked: {names[event.child]} gets a table "
+            "with the very same blocks. Nothing is copied, nothing is allocated."
+        )
+    if name == "COPY":
+        other = " and ".join(holders[event.source])
+        return (
+            f"Copy-on-write: {who} is about to write into block {event.source}, which {other} "
+            f"holds too. So {who} gets a copy of its own, block {event.to}, and writes there. "
+            "The full blocks before it stay shared."
+        )
+    freed = _ids(event.runs)
+    gone = "Nothing is free by that"
+    if freed:
+        are = "are" if len(freed) > 1 else "is"
+        gone = f"What only {who} needed, {_listed(freed)}, {are} free again"
+    return (
+        f"{who} has its answer and ends. {gone}. Blocks with a key stay cached, for requests to "
+        "come."
+    )
+
+
+def _listed(blocks: Sequence[int]) -> str:
+    """Return the ids of blocks in words: `blocks 0, 1 and 2`."""
+    *others, last = map(str, blocks)
+    return f"blocks {', '.join(others)} and {last}" if others else f"block {last}"
+
+
+# Eviction.
+
+_PROMPT_BLOCKS = 3
+_EVICTION_POOL = 7
+_CASES = (
+    (
+        "Passers-by",
+        "PPPDEFPGP",
+        "One prompt, P, is asked for again and again; the others pass by once. LRU forgets how "
+        "often P was used, and gives it up for prompts that never return.",
+    ),
+    (
+        "A change of subject",
+        "PPPDEDEDE",
+        "P was asked for often, but is over; D and E take turns now. LFU holds on to old fame, "
+        "and lets D and E push each other out.",
+    ),
+)
+_POLICIES = ("lru", "lfu")
+
+
+def _eviction() -> dict[str, Any]:
+    """Replay short sequences of requests under two policies, in a pool that is too small."""
+    return {
+        "blocks": _EVICTION_POOL,
+        "prompt_blocks": _PROMPT_BLOCKS,
+        "cases": [
+            {
+                "name": name,
+                "about": about,
+                "requests": list(prompts),
+                "runs": [_evicting(policy, prompts) for policy in _POLICIES],
+            }
+            for name, prompts, about in _CASES
+        ],
+    }
+
+
+def _evicting(policy: str, prompts: str) -> dict[str, Any]:
+    """Replay prompts of one letter each under a policy; return its trace and its frames."""
+    requests = [
+        Request(
+            id=f"{prompt} ({number})",
+            arrival=number,
+            prompt_tokens=_PROMPT_BLOCKS * CALCULATOR_BLOCK,
+            keys=[ord(prompt) * 100 + place for place in range(1, _PROMPT_BLOCKS + 1)],
+            key_tokens=CALCULATOR_BLOCK,
+        )
+        for number, prompt in enumerate(prompts, 1)
+    ]
+
+    def work(trace: Trace) -> None:
+        replay(
+            requests,
+            KVCache(
+                _EVICTION_POOL,
+                CALCULATOR_BLOCK,
+                eviction=policy,
+                accounting="keys",
+                trace=trace,
+            ),
+        )
+
+    traced = _Traced.of(work)
+    frames: list[dict[str, Any]] = [
+        {"hit": 0, "evicted": [], "pool": []} for _ in range(len(prompts))
+    ]
+    before: list[str | None] = [None] * _EVICTION_POOL
+    for _, event, state in traced.events():
+        frame = frames[event.t - 1]
+        if event.event == "HIT":
+            frame["hit"] = event.blocks
+        elif event.event == "EVICT":
+            frame["evicted"] += [before[block] for block in _ids(event.runs)]
+        before = [None] * _EVICTION_POOL
+        for span in state.spans.values():
+            for place, block in enumerate(span.ids, span.start):
+                letter, number = divmod(span.keys[place], 100)
+                before[block] = f"{chr(letter)}{number}"
+        frame["pool"] = before
+    # What an eviction costs is known when the block is missed: by the next request for it.
+    for turn, frame in enumerate(frames):
+        frame["evicted"] = [
+            {"block": label, "missed": _next_miss(label, prompts, turn)}
+            for label in frame["evicted"]
+        ]
+    return {"policy": policy, "lines": traced.lines, "frames": frames}
+
+
+def _next_miss(label: str, prompts: str, turn: int) -> int | None:
+    """Return the number of the next request that needed the block `label`; None: no later one."""
+    later = enumerate(prompts[turn + 1 :], turn + 2)
+    return next((number for number, prompt in later if prompt == label[0]), None)
+
+
+# Retention.
+
+_STORY = (
+    "Once upon a time there was a town and its code : tulip . The sun rose , birds sang and rain "
+    "fell slowly . The code :"
+)
+_STORY_OUTPUT = 4
+_STORY_POOL = 12
+_VARIANTS = (
+    ("Keep everything", None),
+    ("Window of 20", "window:tokens=20"),
+    ("Window of 16, 4 sinks", "window:tokens=16,sinks=4"),
+    ("Window of 8, 4 sinks", "window:tokens=8,sinks=4"),
+)
+
+
+def _window() -> dict[str, Any]:
+    """Let a model read a story and answer, while a retention policy forgets parts of it."""
+    return {
+        "words": _STORY.split(),
+        "output": _STORY_OUTPUT,
+        "block_size": BLOCK,
+        "variants": [_forgetting(name, retention) for name, retention in _VARIANTS],
+    }
+
+
+def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
+    """Run the story on tensors under a policy, and the same calls on a cache alone, line by line."""
+    generator = resolve("generator", "induction")
+    ids = word_tokens(_STORY, generator.vocabulary)
+    spelt = dict(zip(ids, _STORY.split(), strict=True))
+    request = text_request("story", ids, output=_STORY_OUTPUT, block_size=BLOCK)
+
+    def serve(trace: Trace) -> None:
+        result = run(
+            [request],
+            cache=KVCache(_STORY_POOL, BLOCK, retention=retention, trace=trace),
+            generator=generator,
+            backend="torch-cpu",
+            dtype=DTYPE,
+            batching=Batching(max_tokens=BLOCK, max_seqs=1),
+            threads=1,
+        )
+        output.extend(result.outputs["story"])
+
+    output: list[int] = []
+    traced = _Traced.of(serve)
+    frames = []
+
+    def follow(trace: Trace) -> None:
+        cache = KVCache(_STORY_POOL, BLOCK, retention=retention, trace=trace)
+        seq = cache.open(request, 0)
+        steps = [BLOCK] * (len(ids) // BLOCK) + [1] * (_STORY_OUTPUT - 1)
+        for tokens in steps:
+            cache.extend(seq, tokens, cache.now + 1)
+            cache.commit(seq, tokens)
+            frames.append(
+                {
+                    "computed": seq.computed,
+                    "new": tokens,
+                    "gone": [list(hole) for hole in seq.holes],
+                    "table": list(cache.block_table(seq)),
+                    "free": cache.pool.free_blocks,
+                }
+            )
+        cache.close(seq)
+
+    alone = _Traced.of(follow)
+    model, recorded = _attended("induction", [*ids, *output[:-1]], 1)
+    heads, layer = model.spec.query_heads, model.spec.layers - 1
+    looks = [
+        [recorded.head(layer, head, place).weights for head in range(heads)]
+        for place in range(len(ids) + _STORY_OUTPUT - 1)
+    ]
+    return {
+        "name": name,
+        "retention": retention,
+        "lines": traced.lines,
+        "cache_lines": alone.lines,
+        "frames": frames,
+        # Of the last layer, as a mean over its heads, if this text were read with nothing
+        # forgotten: `[token][token that it attends to]`.
+        "attention": [
+            [round(sum(each) / heads, 4) for each in zip(*row, strict=True)] for row in looks
+        ],
+        "answer": [spelt.get(token, "?") for token in output],
+    }
+
+
+# One head.
+
+_SENTENCE = "the cat sat on the mat"
+_LAYER_HEAD = (0, 1)
+
+
+def _attention() -> dict[str, Any]:
+    """Return one decode step of one head: what it reads, and every number on the way."""
+    small = "transformer:layers=1,hidden=16,heads=2,kv_heads=1,head_dim=4,seed=3"
+    prompt = word_tokens(_SENTENCE, resolve("generator", small).vocabulary)
+    _, recorded = _attended(small, prompt, 2)
+    layer, head = _LAYER_HEAD
+    scaled = recorded.head(layer, head, len(prompt))
+    width = len(scaled.query)
+    unscaled = OneHead(
+        [number * width**0.5 for number in scaled.query], scaled.keys, scaled.values
+    )
+    return {
+        "words": _SENTENCE.split(),
+        "width": width,
+        "query": unscaled.query,
+        "keys": scaled.keys,
+        "values": scaled.values,
+        "dots": unscaled.scores,
+        "scores": scaled.scores,
+        "exponentials": scaled.exponentials,
+        "total": scaled.total,
+        "weights": scaled.weights,
+        "output": scaled.output,
+        # As the model itself computed it, with matrices.
+        "engine_output": recorded.outputs[layer][-1, head].tolist(),
+    }
+
+
+def _attended(generator: str, prompt: Sequence[int], output: int) -> tuple[Any, RecordingCache]:
+    """Generate with a model, and return it with the queries, keys and values of all tokens."""
+    built, backend = resolve("generator", generator), resolve("backend", "torch-cpu")
+    cache = RecordingCache(len(prompt) + output - 1)
+    with backend.limit_threads(1, built.spec):
+        built.load(backend, DTYPE)
+        generate(built, cache, prompt, output)
+    return built, cache

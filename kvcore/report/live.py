@@ -1,0 +1,242 @@
+"""The live view of a trace: pool, queue and hits at one time, as lines of text that fit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, TypeAlias
+
+from kvcore.analysis.timeline import TimelineBuilder
+from kvcore.trace import CacheState, events
+from kvcore.trace.state import run_blocks
+from kvcore.units import NS_PER_S, format_number, format_seconds
+
+Line: TypeAlias = list[tuple[str, str]]
+"""Pieces of a line, each with what it shows: a part of the pool, or nothing in particular."""
+
+PARTS = {"private": "P", "shared": "S", "cached": "C", "free": "."}
+"""The parts of a pool, and their letters: blocks that one running sequence has, those that
+several may have and some do, those that none has now, and those that hold nothing."""
+
+TOLD = {
+    *("REQUEST", "HIT", "MISS", "FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT"),
+    *("LOAD_START", "EVICT"),
+}
+"""Events that are told in words; a MISS is if nothing hit before it."""
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+WIDE = 72
+"""Columns from which on the letters of a bar are explained."""
+
+TALL = 12
+"""Rows from which on the view says what it shows."""
+
+
+class Sample(NamedTuple):
+    """Counts at one time, for rates and for what was before."""
+
+    time: int
+    lookups: int
+    hits: int
+    evicted: int
+    used: float
+    running: int
+
+
+class LiveView:
+    """The state of a trace that is being read, and its last seconds.
+
+    Memory is that of a timeline. An event costs about 15 µs, and `lines` O(spans).
+
+    Args:
+        header: the first line of the trace.
+        window_s: seconds of the trace over which rates and the hit ratio are counted.
+
+    Attributes:
+        now: the time (ns) that is shown; `take` moves it to that of the event.
+        finished, rejected: requests that have ended so.
+    """
+
+    def __init__(self, header: events.Header, window_s: int = 60) -> None:
+        self.now = header.t
+        self.finished = self.rejected = 0
+        self._builder = TimelineBuilder(header)
+        self._blocks = header.blocks
+        self._window_s = window_s
+        self._step = NS_PER_S * window_s // 60
+        self._due: int | None = None
+        self._samples: deque[Sample] = deque(maxlen=61)
+        self._last: deque[events.Event] = deque(maxlen=200)
+
+    def take(self, event: events.Event) -> None:
+        """Apply the next event after the header.
+
+        Raises:
+            ValueError: it does not follow from those before it.
+        """
+        if self._due is None:
+            self._due = event.t
+        elif event.t - self._due > 61 * self._step:
+            self._due = event.t - 61 * self._step
+        while event.t >= self._due:
+            self._samples.append(self._sample(self._due))
+            self._due += self._step
+        self._builder.take(event)
+        self.now = event.t
+        if event.event in TOLD and not getattr(event, "block", 0):
+            self._last.append(event)
+        self.finished += event.event == "FINISH"
+        self.rejected += event.event == "REJECT"
+
+    def lines(self, width: int, height: int, progress: str) -> list[Line]:
+        """Return at most `height` lines, the most important first; `progress` is the top one.
+
+        The bar is as wide as `width`, other lines may be wider, to be cropped.
+        """
+        now, pool = self._sample(self.now), self.pool()
+        hits, total, rate = self._rates(now)
+        explained = [
+            (f"{letter} {part if width >= WIDE else ''}".rstrip(), part)
+            for part, letter in PARTS.items()
+        ]
+        legend: Line = [(f"{self._blocks:,} blocks: " if width >= WIDE else "", "")]
+        for (text, part), blocks in zip(explained, pool.values(), strict=True):
+            legend += [(text, part), (f" {blocks / self._blocks:.0%}  ", "")]
+        history = [*self._samples, now][-max(width - 10, 1) :]
+        found: list[Line] = [
+            [(f"{clock(self.now)}  {progress}", "")],
+            self._bar(pool, width),
+            legend,
+            [(f"queue     waiting {self._builder.waiting:,}   running {now.running:,}", "")],
+            [(f"hits      last {self._window_s} s {hits}   in all {total}", "")],
+            [(f"evicted   {rate}   in all {now.evicted:,} blocks", "")],
+            [(f"occupied  {_spark([each.used for each in history], 1)}", "")],
+            [(f"running   {_spark([each.running for each in history])}", "")],
+        ]
+        if height >= TALL:
+            found.insert(0, [(self._about(), "")])
+            room = height - len(found) - 2
+            found += [[], [("last events", "")], *([(text, "")] for text in self.told(room))]
+        return found[:height]
+
+    def line(self) -> str:
+        """Return the state as one line."""
+        now = self._sample(self.now)
+        hits, total, rate = self._rates(now)
+        pool = "  ".join(f"{part} {n / self._blocks:.0%}" for part, n in self.pool().items())
+        return (
+            f"{clock(self.now)}  {pool}  waiting {self._builder.waiting:,}  "
+            f"running {now.running:,}  hits {hits} ({self._window_s} s) {total}  evicted {rate}"
+        )
+
+    def pool(self) -> dict[str, int]:
+        """Return the blocks of each part of the pool. O(spans)."""
+        state = self._builder.state
+        shared = sum(len(span.ids) for span in state.spans.values() if span.pins)
+        counts = state.private, shared, state.cached - shared, state.free
+        return dict(zip(PARTS, counts, strict=True))
+
+    def told(self, most: int) -> list[str]:
+        """Return the last events in words, those of one kind at one time for one as one."""
+        texts = deque[str](maxlen=max(most, 0))
+        for _, alike in groupby(self._last, key=_kind):
+            *_, event = group = list(alike)
+            texts.append(f"{clock(event.t)}  {_words(event, group, self._builder.state)}")
+        return list(texts)
+
+    def _about(self) -> str:
+        """Return what was run: workload and policies."""
+        header = self._builder.state.header
+        plugins = (header.plugins.get(kind) for kind in ("eviction", "scheduler"))
+        names = [each.name for each in plugins if each]
+        return ", ".join([header.workload.name if header.workload else "calls", *names])
+
+    def _sample(self, time: int) -> Sample:
+        state, builder = self._builder.state, self._builder
+        used = 1 - state.free / self._blocks
+        hits = state.hits
+        counts = hits.lookup_blocks, hits.hit_blocks, builder.evicted_blocks
+        return Sample(time, *counts, used, builder.running)
+
+    def _rates(self, now: Sample) -> tuple[str, str, str]:
+        """Return the hit ratio of the window and of all, and the evictions a second."""
+        begin = now.time - self._window_s * NS_PER_S
+        before = next((each for each in self._samples if each.time >= begin), now)
+        seconds = (now.time - before.time) / NS_PER_S
+        evicted = now.evicted - before.evicted
+        return (
+            _share(now.hits - before.hits, now.lookups - before.lookups),
+            _share(now.hits, now.lookups),
+            f"{format_number(evicted / seconds) if seconds else 0} blocks/s",
+        )
+
+    def _bar(self, pool: dict[str, int], width: int) -> Line:
+        """Return the pool as a bar of letters."""
+        ends = [round(end * width / self._blocks) for end in accumulate(pool.values())]
+        starts = [0, *ends]
+        return [
+            (PARTS[part] * (end - begin), part)
+            for part, begin, end in zip(pool, starts, ends, strict=False)
+        ]
+
+
+def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
+    """Return what is said of an event, and of others that are of one kind with it."""
+    match event:
+        case events.Request():
+            text = f"request {event.id} arrives: {event.prompt:,} tokens"
+        case events.Hit() | events.Miss():
+            hit, lookup = getattr(event, "blocks", 0), state.requests[event.request].lookup
+            again = " again" if event.again else ""
+            text = f"request {event.request} admitted{again}: {hit:,} of {lookup:,} blocks hit"
+        case events.FirstToken():
+            text = f"request {event.request}: first token"
+        case events.Preempt():
+            whom = event.requester
+            sake = f" for request {whom}" if isinstance(whom, (int, str)) else ""
+            text = f"request {event.request} preempted ({event.how}){sake}"
+        case events.Resume():
+            text = f"request {event.request} runs again"
+        case events.Finish():
+            text = f"request {event.request} finished: {event.output:,} tokens"
+        case events.Reject():
+            text = f"request {event.request} rejected: {event.why}"
+        case events.LoadStart():
+            text = f"request {event.request} waits for {event.blocks:,} blocks of {event.tier}"
+        case events.Evict():
+            blocks = sum(run_blocks(each.runs) for each in group)
+            how = "evicted" if event.reason == "capacity" else "expired"
+            age = format_seconds(event.age / NS_PER_S)
+            text = f"{blocks:,} blocks {how} for request {event.requester}, aged {age}"
+        case _:
+            blocks = sum(run_blocks(each.runs) for each in group)
+            text = f"{blocks:,} blocks dropped by the retention policy"
+    return text
+
+
+def _kind(event: events.Event) -> tuple[int, object]:
+    """Return what events have in common of which is told as one."""
+    together = isinstance(event, (events.Evict, events.Drop))
+    return event.t, getattr(event, "requester", event.event) if together else event
+
+
+def clock(time: int) -> str:
+    """Return a time (ns) as hours, minutes and seconds: `1:02:03.4`, or `2:03.4`."""
+    minutes, rest = divmod(time // (NS_PER_S // 10), 600)
+    seconds = f"{rest // 10:02}.{rest % 10}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds}" if hours else f"{minutes}:{seconds}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _spark(values: Sequence[float], most: float | None = None) -> str:
+    """Return a sparkline of values from 0 to `most`; None: to the highest of them."""
+    top = most or max(values) or 1
+    return "".join(
+        SPARKS[min(int(each / top * len(SPARKS)), len(SPARKS) - 1)] for each in values
+    )

@@ -1,0 +1,194 @@
+"""Results as a notebook shows them: a sentence, a table and, with matplotlib, a plot."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
+from functools import singledispatch
+from html import escape
+
+import attrs
+
+from kvcore.analysis import Comparison, Curves, Explanation, WhatIf
+from kvcore.analysis.planning import FleetPlan
+from kvcore.analysis.quality import Quality
+from kvcore.analysis.sweep import Sweep
+from kvcore.errors import InputError, PluginError
+from kvcore.report import mrc, plots, quality
+from kvcore.report.charts import (
+    Chart,
+    Panel,
+    comparison_chart,
+    plan_chart,
+    sweep_axis,
+    sweep_chart,
+)
+from kvcore.report.misses import SummaryReport
+from kvcore.report.plan import HEADERS, PlanReport
+from kvcore.report.simulation import COLUMNS, TIMES
+from kvcore.report.sweep import SweepReport
+from kvcore.report.tables import NONE, ComparisonReport, counted, share
+from kvcore.report.whatif import WhatIfReport
+from kvcore.serving import Result
+from kvcore.units import format_number, format_seconds
+
+ROWS = 20
+"""Rows of a table, at most: `to_frame()` has all."""
+
+PLOT = "max-width: 100%; width: 640px; background: white"
+
+
+@attrs.frozen
+class View:
+    """A result for a notebook.
+
+    Attributes:
+        told: sentences above the table.
+        headers, rows: of the table.
+        plot: draws it as `svg`; None: there is nothing to draw.
+    """
+
+    told: str
+    headers: Sequence[str]
+    rows: Iterable[Sequence[str]]
+    plot: Callable[[str], bytes] | None = None
+
+
+def html(result: object) -> str:
+    """Return a result as HTML: all texts escaped, and the plot as a picture of its own."""
+    shown = view(result)
+    rows = [list(map(str, row)) for row in shown.rows]
+    head = _row("th", shown.headers)
+    body = "".join(_row("td", row) for row in rows[:ROWS])
+    more = len(rows) - ROWS
+    rest = f"<p>{counted(more, 'more row')}; to_frame() has all.</p>" if more > 0 else ""
+    table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>" if rows else ""
+    told = "".join(f"<p>{escape(line)}</p>" for line in shown.told.splitlines())
+    return f"<div>{told}{table}{rest}{_picture(shown)}</div>"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    """Return a row: the first cell flush left, the others right, as numbers are."""
+    places = ("left", *["right"] * len(list(cells)))
+    return "<tr>{}</tr>".format(
+        "".join(
+            f'<{tag} style="text-align: {place}">{escape(cell)}</{tag}>'
+            for cell, place in zip(cells, places, strict=False)
+        )
+    )
+
+
+def _picture(shown: View) -> str:
+    """Return the plot as an element; nothing without matplotlib."""
+    if shown.plot is None:
+        return ""
+    try:
+        data = b64encode(shown.plot("svg")).decode()
+    except PluginError:
+        return ""
+    # A picture of its own: what texts in it say is never taken for markup of the page.
+    return f'<img alt="plot" style="{PLOT}" src="data:image/svg+xml;base64,{data}">'
+
+
+@singledispatch
+def view(result: object) -> View:
+    """Return what a notebook shows of a result."""
+    msg = f"there is no view of {type(result).__name__}"
+    raise TypeError(msg)
+
+
+@view.register
+def _(result: Comparison) -> View:
+    report = ComparisonReport(result)
+    chart = comparison_chart(report)
+    return View(
+        f"{report.headline}\n{'' if report.empty else report.reading}",
+        report.headers,
+        [] if report.empty else report.rows,
+        None if report.empty else _small(chart),
+    )
+
+
+@view.register
+def _(result: Curves) -> View:
+    report = mrc.CurvesReport(result)
+    if report.empty:
+        return View(report.headline, [], [])
+    headers, rows = report.headers, list(report.rows)
+    # So many sizes make a line, and a long table: some of them, with the last.
+    step = -(-len(rows) // ROWS)
+    return View(report.headline, headers, rows[::-step][::-1], lambda f: mrc.plot(report, f))
+
+
+@view.register
+def _(result: Sweep) -> View:
+    report = SweepReport(result)
+    told = f"{report.headline}\n{report.reading}"
+    try:
+        chart = sweep_chart(result, sweep_axis(result.grid, None))
+    except InputError:  # no axis to draw it over, or several
+        return View(told, report.headers, report.rows)
+    return View(told, report.headers, report.rows, _small(chart))
+
+
+@view.register
+def _(result: FleetPlan) -> View:
+    report = PlanReport(result)
+    plot = _small(plan_chart(report)) if result.options else None
+    return View(f"{report.headline}\n{report.limit}", HEADERS, report.rows, plot)
+
+
+@view.register
+def _(result: WhatIf) -> View:
+    report = WhatIfReport(result)
+    runs = {"recorded": result.recorded, "what if": result.rerun}
+    hits = {name: [(0.0, run.hit["ratio"]["block"] or 0.0)] for name, run in runs.items()}
+    chart = Chart("", "", "", [Panel("blocks looked up that hit", hits, share)])
+    told = f"{report.headline}\n{report.verdict}"
+    return View(told, report.headers, report.rows, _small(chart))
+
+
+@view.register
+def _(result: Explanation) -> View:
+    summary = result.summary()
+    report = SummaryReport(result, summary)
+    lost = {
+        name.replace("_", " "): [(0.0, float(missed.tokens))]
+        for name, missed in summary.categories.items()
+        if missed.tokens
+    }
+    chart = Chart("", "", "", [Panel("prompt tokens that missed", lost, format_number)])
+    return View(report.headline, report.headers, report.rows, _small(chart) if lost else None)
+
+
+@view.register
+def _(result: Quality) -> View:
+    report = quality.QualityReport(result)
+    told = f"{report.headline}\n{report.reading}"
+    return View(told, report.headers, report.rows, lambda form: quality.plot(report, form))
+
+
+@view.register
+def _(result: Result) -> View:
+    log, hits = result.log, result.hit_ratio
+    requests, rejected = len(log.ids), len(log.reasons)
+    quantities = [
+        (result.throughput_tokens_s, format_number, "generated tokens/s"),
+        (result.goodput, format_number, "requests/s within the SLO"),
+        (hits.block, share, "of the blocks looked up hit"),
+    ]
+    told = [f"{counted(requests, 'request')}, {rejected:,} rejected"]
+    told += [f"{text(value)} {what}" for value, text, what in quantities if value is not None]
+    rows = []
+    for name, title in TIMES.items():
+        times = getattr(result, name.removesuffix("_s"))
+        cells = [] if times is None else [format_seconds(getattr(times, n)) for n in COLUMNS]
+        rows.append([title, *(cells or [NONE] * len(COLUMNS))])
+    found = plots.Latencies.of_result(result)
+    return View(
+        f"{'; '.join(told)}.", ["time", *COLUMNS], rows, lambda form: plots.latency(found, form)
+    )
+
+
+def _small(chart: Chart) -> Callable[[str], bytes]:
+    return lambda form: chart.plot(form, small=True)

@@ -1,0 +1,307 @@
+"""A trace in the trace-event format of Chrome, which Perfetto and chrome://tracing show.
+
+Format: "Trace Event Format", Google, 2016; what Perfetto reads of it: "Visualizing external
+trace formats with Perfetto".
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+
+from kvcore.analysis.timeline import NEVER, Kind, Phases, TimelineBuilder
+from kvcore.progress import Tick, ticked, unseen
+from kvcore.report.tables import setup
+from kvcore.trace import events, read_events
+from kvcore.trace.state import run_blocks
+from kvcore.units import NS_PER_S
+
+MOST_TRACKS = 256
+"""Requests of a trace of which each has a track of its own; of more, tracks are shared."""
+
+HIT_WINDOW_S = 60
+"""Seconds of the shorter one of the two hit ratios."""
+
+REQUESTS, POOL, FIRST_TIER = 1, 2, 3
+"""Processes of the export; each tier has one."""
+
+FIRST_TRACK = 1000
+"""Thread of the first request: Perfetto knows threads by their number alone."""
+
+TRANSFERS = events.Offload, events.LoadStart
+"""Lines that put blocks on the link of a tier."""
+
+
+@attrs.define(eq=False)
+class PerfettoTrace:
+    """A trace as a document of the trace-event format, in lines: an event each.
+
+    Each request is a slice from its arrival to its end, in which its phases lie, and in a
+    prefill its chunks. Times are µs with three decimals, which are the ns of the trace.
+
+    Attributes:
+        trace: the file.
+        tick: called with the bytes of the trace that are read.
+        requests, tracks, evictions, events: how many of each were yielded so far.
+    """
+
+    trace: str | os.PathLike[str]
+    tick: Tick = unseen
+    requests: int = 0
+    tracks: int = 0
+    evictions: int = 0
+    events: int = 0
+    _builder: TimelineBuilder = attrs.field(init=False)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the lines. Memory is that of a timeline, not of the document.
+
+        Raises:
+            InputError: the file cannot be opened.
+            TraceError: the trace is damaged or incomplete, or an event cannot be applied.
+        """
+        yield b'{"traceEvents":[\n'
+        before = b""
+        for event in self._all():
+            if before:
+                yield before + b",\n"
+            self.events += 1
+            before = event
+        yield before + b"\n],\n"
+        header = self._builder.state.header.as_dict()
+        other = {
+            "trace": Path(self.trace).name,
+            "run": setup(header).removeprefix("Setup: "),
+        }
+        document = {"displayTimeUnit": "ms", "otherData": other}
+        yield orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)[1:]
+
+    def _all(self) -> Iterator[bytes]:
+        """Yield all events: those of the pool while the trace is read, then the others."""
+        yield from _process(REQUESTS, "requests")
+        yield from _process(POOL, "pool and queue")
+        yield from _thread(POOL, POOL, "evictions")
+        yield from self._read()
+        yield from self._request_tracks()
+        yield from self._counters()
+
+    def _read(self) -> Iterator[bytes]:
+        """Read the trace; yield evictions, and what goes over the links of tiers."""
+        reader = read_events(self.trace)
+        builder: TimelineBuilder | None = None
+        for line in ticked(reader, self.tick):
+            try:
+                if builder is None:
+                    # The reader has seen to it that this is the header.
+                    builder = self._builder = TimelineBuilder(line)  # type: ignore[arg-type]
+                    for pid, tier in enumerate(builder.series.tiers, FIRST_TIER):
+                        yield from _process(pid, f"tier {tier}")
+                        yield from _thread(pid, pid, "link")
+                elif builder.state.tiers and isinstance(line, TRANSFERS):
+                    yield from self._transfer(builder, line)
+                else:
+                    builder.take(line)
+                    if isinstance(line, (events.Evict, events.Drop)):
+                        self.evictions += 1
+                        yield _eviction(line)
+            except ValueError as error:
+                reader.fail(f"{line.event}: {error}")
+        reader.require_complete()
+        self._builder.end()
+
+    def _transfer(
+        self, builder: TimelineBuilder, line: events.Offload | events.LoadStart
+    ) -> Iterator[bytes]:
+        """Apply a line that puts blocks on the link of a tier; yield when they pass it."""
+        tier = builder.state.tiers.tier(line.tier)
+        start = max(tier.free_at, line.t)
+        builder.take(line)
+        pid = FIRST_TIER + list(builder.state.tiers.levels).index(line.tier)
+        name = "store" if isinstance(line, events.Offload) else "load"
+        args = {
+            "request": str(line.request),
+            "blocks": line.blocks,
+            "bytes": line.blocks * tier.record.slot_bytes,
+            "usable_s": line.done / NS_PER_S,
+        }
+        if tier.untimed:
+            yield _event("i", pid, pid, line.t, name, args, s="t")
+        else:  # one after another: it begins when those before it have passed
+            yield _event("B", pid, pid, start, name, args)
+            yield _event("E", pid, pid, tier.free_at)
+
+    def _request_tracks(self) -> Iterator[bytes]:
+        """Yield the slices of requests, one request after another."""
+        requests, phases = self._builder.requests, self._builder.phases.lasting()
+        chunks = self._builder.chunks
+        self.requests = len(requests)
+        lanes = _Lanes(shared=len(requests) > MOST_TRACKS)
+        of_request = _grouped(phases.request, len(requests))
+        parts_of_request = _grouped(chunks.request, len(requests))
+        for row, (own, parts) in enumerate(zip(of_request, parts_of_request, strict=True)):
+            begin = requests.arrival[row]
+            end = max(requests.finish[row], phases.end[own[-1]] if own else begin)
+            lane, new = lanes.take(begin, end)
+            tid = FIRST_TRACK + lane
+            if new:
+                self.tracks += 1
+                name = f"lane {lane + 1}" if lanes.shared else f"request {requests.ids[row]}"
+                yield from _thread(REQUESTS, tid, name, order=lane)
+            name, args = f"request {requests.ids[row]}", self._described(row)
+            yield _event("B", REQUESTS, tid, begin, name, args)
+            times = [chunks.time[part] for part in parts]
+            yield from self._within(row, tid, phases, own, times)
+            yield _event("E", REQUESTS, tid, end)
+
+    def _within(
+        self, row: int, tid: int, phases: Phases, own: list[int], times: list[int]
+    ) -> Iterator[bytes]:
+        """Yield the phases of a request, the chunks in them, and its first token."""
+        requests = self._builder.requests
+        first, begin = requests.first_token[row], requests.arrival[row]
+        for each in own:
+            kind, requester = Kind(phases.kind[each]), phases.requester[each]
+            start, stop = phases.start[each], phases.end[each]
+            for_whom = {} if requester == NEVER else {"for": str(requests.ids[requester])}
+            yield _event("B", REQUESTS, tid, start, kind.name.lower(), for_whom)
+            if start == first:
+                yield _first_token(tid, first, begin)
+                first = NEVER
+            if kind is Kind.PREFILL:
+                yield from _chunks(tid, start, stop, times)
+            yield _event("E", REQUESTS, tid, stop)
+        if first != NEVER:
+            yield _first_token(tid, first, begin)
+
+    def _described(self, row: int) -> dict[str, Any]:
+        """Return what is said of a request."""
+        requests = self._builder.requests
+        why = {"rejected": requests.rejected[row]} if row in requests.rejected else {}
+        return {
+            "prompt_tokens": requests.prompt[row],
+            "output_tokens": requests.output[row],
+            "lookup_blocks": requests.lookup[row],
+            "hit_blocks": requests.hit[row],
+            **why,
+        }
+
+    def _counters(self) -> Iterator[bytes]:
+        """Yield the counters, each where it changes."""
+        series = self._builder.series
+        blocks, queue = ["free", "cached", "private"], ["waiting", "running"]
+        ratios = series.hit_ratio(), series.hit_ratio(HIT_WINDOW_S * NS_PER_S)
+        counters: list[tuple[int, str, list[str], Iterable[Any]]] = [
+            (POOL, "blocks", blocks, [getattr(series, name) for name in blocks]),
+            (POOL, "requests", queue, [getattr(series, name) for name in queue]),
+            (POOL, "evicted", ["blocks"], [series.evicted_blocks]),
+            (POOL, "hit ratio", ["in all", f"last {HIT_WINDOW_S} s"], ratios),
+        ]
+        for pid, used in enumerate(series.tiers.values(), FIRST_TIER):
+            counters.append((pid, "slots", ["used"], [used]))
+        for pid, name, names, values in counters:
+            shown: dict[str, float] = {}
+            for time, *row in zip(series.time, *values, strict=True):
+                # A share of nothing is not a number.
+                args = {key: n for key, n in zip(names, row, strict=True) if not isnan(n)}
+                if args != shown:
+                    shown = args
+                    yield _event("C", pid, pid, time, name, args)
+
+
+class _Lanes:
+    """Tracks for requests: one each, or shared by requests that are not there at one time.
+
+    Attributes:
+        shared: whether a track is taken again once its request has ended.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared = shared
+        self._lanes = 0
+        self._busy: list[tuple[int, int]] = []
+        self._idle: list[int] = []
+
+    def take(self, begin: int, end: int) -> tuple[int, bool]:
+        """Return the track of a request and whether it is new; the lowest that is idle."""
+        while self.shared and self._busy and self._busy[0][0] <= begin:
+            heappush(self._idle, heappop(self._busy)[1])
+        new = not self._idle
+        lane = self._lanes if new else heappop(self._idle)
+        self._lanes += new
+        heappush(self._busy, (end, lane))
+        return lane, new
+
+
+def _grouped(rows: array[int], count: int) -> Iterator[list[int]]:
+    """Yield, for each of `count` requests, the places in the column at which its row stands."""
+    places, at = sorted(range(len(rows)), key=rows.__getitem__), 0
+    for row in range(count):
+        begin = at
+        while at < len(places) and rows[places[at]] == row:
+            at += 1
+        yield places[begin:at]
+
+
+def _chunks(tid: int, start: int, stop: int, times: list[int]) -> Iterator[bytes]:
+    """Yield the chunks of a prefill, if there is more than one."""
+    ends = sorted({start, stop, *(time for time in times if start < time < stop)})
+    if len(ends) > len((start, stop)):
+        for number, (begin, end) in enumerate(pairwise(ends), 1):
+            yield _event("B", REQUESTS, tid, begin, f"chunk {number}")
+            yield _event("E", REQUESTS, tid, end)
+
+
+def _first_token(tid: int, time: int, arrival: int) -> bytes:
+    args = {"ttft_s": (time - arrival) / NS_PER_S}
+    return _event("i", REQUESTS, tid, time, "first token", args, s="t")
+
+
+def _eviction(line: events.Evict | events.Drop) -> bytes:
+    args: dict[str, Any] = {"blocks": run_blocks(line.runs), "by": line.by}
+    name = "drop"
+    if isinstance(line, events.Evict):
+        name = "evict" if line.reason == "capacity" else "expire"
+        args |= {"for": str(line.requester), "age_s": line.age / NS_PER_S}
+        args |= {"hits": line.hits, "span": line.span}
+    return _event("i", POOL, POOL, line.t, name, args, s="t")
+
+
+def _process(pid: int, name: str) -> Iterator[bytes]:
+    """Yield the name of a process, and where it stands."""
+    yield _event("M", pid, pid, 0, "process_name", {"name": name})
+    yield _event("M", pid, pid, 0, "process_sort_index", {"sort_index": pid})
+
+
+def _thread(pid: int, tid: int, name: str, order: int = 0) -> Iterator[bytes]:
+    """Yield the name of a track, and where it stands in its process."""
+    yield _event("M", pid, tid, 0, "thread_name", {"name": name})
+    yield _event("M", pid, tid, 0, "thread_sort_index", {"sort_index": order})
+
+
+def _event(
+    phase: str,
+    pid: int,
+    tid: int,
+    time: int,
+    name: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    **more: str,
+) -> bytes:
+    """Return an event at `time` ns as JSON.
+
+    Its time is written here: a float has too few digits for some.
+    """
+    begun = f'{{"ph":"{phase}","pid":{pid},"tid":{tid},"ts":{time // 1000}.{time % 1000:03d}'
+    if name is None:
+        return f"{begun}}}".encode()
+    rest = orjson.dumps({"name": name, "cat": "kvcore", **more, "args": args or {}})
+    return f"{begun},".encode() + rest[1:]

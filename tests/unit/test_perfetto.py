@@ -1,0 +1,361 @@
+"""The export for Perfetto: the trace-event format, slices that nest, times as in the trace."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from decimal import Decimal
+from json import loads
+
+import pytest
+from helpers import traces
+from helpers.commands import run_here
+
+from kvcore.report import perfetto
+
+SMALL = [
+    "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90,rate=60",
+    *("--blocks", "220", "--block-size", "16"),
+]
+KINDS = {"queued", "loading", "prefill", "decode", "preempted"}
+FIELDS = {
+    "B": {"ph", "pid", "tid", "ts", "name", "cat", "args"},
+    "E": {"ph", "pid", "tid", "ts"},
+    "i": {"ph", "pid", "tid", "ts", "name", "cat", "args", "s"},
+    "C": {"ph", "pid", "tid", "ts", "name", "cat", "args"},
+    "M": {"ph", "pid", "tid", "ts", "name", "cat", "args"},
+}
+
+
+class Slice:
+    """A slice of a track: its name, begin and end in ns, arguments, and what lies in it."""
+
+    def __init__(self, name, begin, args):
+        self.name, self.begin, self.args = name, begin, args
+        self.end = None
+        self.inside, self.instants = [], []
+
+
+class Document:
+    """A document of the trace-event format, of which everything is checked that it must be.
+
+    Attributes:
+        slices: the outermost ones by (process, track), in order.
+        instants: (process, track, ns, name, args) of those in no slice.
+        counters: by (process, name), the (ns, values) in order.
+        names: of processes and of tracks, by their numbers.
+    """
+
+    def __init__(self, text):
+        whole = loads(text, parse_float=Decimal)
+        assert set(whole) == {"traceEvents", "displayTimeUnit", "otherData"}
+        assert whole["displayTimeUnit"] in ("ms", "ns")
+        self.other = whole["otherData"]
+        self.events = whole["traceEvents"]
+        self.slices, self.counters = defaultdict(list), defaultdict(list)
+        self.instants, self.names, self._open = [], {}, defaultdict(list)
+        self._last = {}
+        for event in self.events:
+            assert set(event) == FIELDS[event["ph"]], event
+            assert all(type(event[name]) is int for name in ("pid", "tid"))
+            assert all(event[name] for name in ("name", "cat") if name in event)
+            self.take(event)
+        assert not any(self._open.values()), "slices that do not end"
+        for pid, tid in {(each["pid"], each["tid"]) for each in self.events}:
+            assert pid in self.names
+            assert pid == tid or (pid, tid) in self.names
+        tracks = [tid for _, tid in (each for each in self.names if isinstance(each, tuple))]
+        assert len(tracks) == len(set(tracks)), "a track's number in two processes"
+
+    def take(self, event):
+        """Take the next event."""
+        track, now = (event["pid"], event["tid"]), event["ts"] * 1000
+        assert now == int(now) >= 0
+        if event["ph"] == "M":
+            of = track if event["name"].startswith("thread") else event["pid"]
+            if event["name"].endswith("_name"):
+                assert self.names.setdefault(of, event["args"]["name"]) == event["args"]["name"]
+            return
+        if event["ph"] == "C":
+            assert all(type(n) in (int, Decimal) for n in event["args"].values())
+            values = self.counters[event["pid"], event["name"]]
+            assert not values or values[-1][0] < now, "a counter twice at a time"
+            values.append((int(now), event["args"]))
+            return
+        assert self._last.get(track, 0) <= now, "a track goes back in time"
+        self._last[track] = now
+        getattr(self, {"B": "begin", "E": "end", "i": "instant"}[event["ph"]])(
+            track, int(now), event
+        )
+
+    def begin(self, track, now, event):
+        """Open a slice in the one that is open."""
+        new = Slice(event["name"], now, event["args"])
+        siblings = self._open[track][-1].inside if self._open[track] else self.slices[track]
+        assert not siblings or siblings[-1].end <= now
+        siblings.append(new)
+        self._open[track].append(new)
+
+    def end(self, track, now, event):
+        """Close the slice that is open."""
+        del event
+        self._open[track].pop().end = now
+
+    def instant(self, track, now, event):
+        """Add an instant to the slice that is open."""
+        assert event["s"] == "t"
+        if self._open[track]:
+            self._open[track][-1].instants.append((event["name"], now, event["args"]))
+        else:
+            self.instants.append((*track, now, event["name"], event["args"]))
+
+    def requests(self):
+        """Return the slices of requests, by name."""
+        found = [each for (pid, _), made in self.slices.items() if pid == 1 for each in made]
+        by_name = {each.name: each for each in found}
+        assert len(by_name) == len(found)
+        return by_name
+
+
+def exported(path, tmp_path):
+    """Return the document of a trace, and the lines of the trace."""
+    out = tmp_path / "out.json"
+    done = run_here("export", path, "--to", "perfetto", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return Document(out.read_text()), traces.lines(path)
+
+
+def simulated(path, *more):
+    """Record a simulation with evictions, preemptions and chunks."""
+    done = run_here("simulate", *SMALL, "--trace", path, *more)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Return the document of a busy server, and the lines of its trace."""
+    folder = tmp_path_factory.mktemp("server")
+    return exported(simulated(folder / "run.jsonl", "--max-tokens", "256"), folder)
+
+
+@pytest.fixture(scope="module")
+def tiered(tmp_path_factory):
+    """Return the document of a run with tiers, and the lines of its trace."""
+    folder = tmp_path_factory.mktemp("tiered")
+    tier = "host:memory=64MiB,load=always,write_bandwidth=200MB,read_bandwidth=400MB"
+    return exported(simulated(folder / "run.jsonl", "--tier", tier), folder)
+
+
+def of(lines, event):
+    """Return the lines of an event."""
+    return [line for line in lines if line["event"] == event]
+
+
+def test_every_request_is_there(server):
+    """From its arrival to its end, to the nanosecond, with what it asked for."""
+    document, lines = server
+    finish = {line["request"]: line["t"] for line in of(lines, "FINISH")}
+    slices = document.requests()
+    asked = of(lines, "REQUEST")
+    assert len(slices) == len(asked) == 60
+    for line in asked:
+        found = slices[f"request {line['id']}"]
+        assert (found.begin, found.end) == (line["t"], finish[line["id"]])
+        assert found.args["prompt_tokens"] == line["prompt"]
+
+
+def test_phases_fill_a_request(server):
+    """One follows the other, from its arrival to its end; a queue comes first if at all."""
+    document, lines = server
+    for found in document.requests().values():
+        kinds = [each.name for each in found.inside]
+        assert set(kinds) <= KINDS
+        assert {"prefill", "decode"} <= set(kinds)
+        assert "queued" not in kinds[1:]
+        times = [(each.begin, each.end) for each in found.inside]
+        assert [begin for begin, _ in times] == [found.begin, *(end for _, end in times[:-1])]
+        assert times[-1][1] == found.end
+    assert {each.name for found in document.requests().values() for each in found.inside} >= {
+        *KINDS - {"loading"}
+    }
+    assert of(lines, "PREEMPT")
+
+
+def test_first_tokens_are_marked(server):
+    """Where they came, with the time that they took."""
+    document, lines = server
+    first = {f"request {line['request']}": line["t"] for line in of(lines, "FIRST_TOKEN")}
+    for name, found in document.requests().items():
+        within = [found, *found.inside]
+        ((mark, now, args),) = [each for part in within for each in part.instants]
+        assert (mark, now) == ("first token", first[name])
+        assert round(args["ttft_s"] * 10**9) == now - found.begin
+
+
+def test_preemptions_say_for_whom(server):
+    """With the times of their lines."""
+    document, lines = server
+    told = Counter(
+        (name, part.begin, part.args.get("for"))
+        for name, found in document.requests().items()
+        for part in found.inside
+        if part.name == "preempted"
+    )
+    assert told == Counter(
+        (f"request {line['request']}", line["t"], str(line["for"]) if "for" in line else None)
+        for line in of(lines, "PREEMPT")
+    )
+
+
+def test_chunks_lie_in_their_prefill(server):
+    """They fill it, numbered from 1; some prefill has several."""
+    document, lines = server
+    commits = {line["t"] for line in of(lines, "COMMIT")}
+    parts = [part for found in document.requests().values() for part in found.inside]
+    chunked = [part for part in parts if part.inside]
+    assert chunked
+    for part in chunked:
+        chunks = part.inside
+        assert [each.name for each in chunks] == [f"chunk {n + 1}" for n in range(len(chunks))]
+        assert (chunks[0].begin, chunks[-1].end) == (part.begin, part.end)
+        for before, after in itertools.pairwise(chunks):
+            assert before.end == after.begin
+            assert before.end in commits
+
+
+def test_evictions_are_instants(server):
+    """One for each line, with what it says."""
+    document, lines = server
+    assert [
+        (now, args["for"], args["by"], args["blocks"], round(args["age_s"] * 10**9))
+        for pid, _, now, name, args in document.instants
+        if (pid, name) == (2, "evict")
+    ] == [
+        (
+            *(line["t"], str(line["for"]), line["by"]),
+            *(sum(abs(count) for _, count in line["runs"]), line["age"]),
+        )
+        for line in of(lines, "EVICT")
+    ]
+
+
+def test_counters_are_the_state_of_the_trace(server):
+    """Pool, queue and evictions; each as `replay --at` says, and only where it changes."""
+    document, lines = server
+    blocks, queue = document.counters[2, "blocks"], document.counters[2, "requests"]
+    assert all(sum(values.values()) == 220 for _, values in blocks)
+    assert blocks[-1][1]["private"] == 0
+    assert queue[-1][1] == {"waiting": 0, "running": 0}
+    for values in document.counters.values():
+        assert all(before[1] != after[1] for before, after in itertools.pairwise(values))
+    gone = sum(abs(count) for line in of(lines, "EVICT") for _, count in line["runs"])
+    assert document.counters[2, "evicted"][-1][1] == {"blocks": gone}
+    last = document.counters[2, "hit ratio"][-1][1]
+    assert 0 < last["in all"] < 1
+
+
+def test_links_of_tiers_have_their_transfers(tiered):
+    """One slice a line, one after another, usable when the line says so."""
+    document, lines = tiered
+    (link,) = [made for (pid, _), made in document.slices.items() if pid == 3]
+    assert document.names[3] == "tier host"
+    moved = [line for line in lines if line["event"] in ("OFFLOAD", "LOAD_START")]
+    assert {each.name for each in link} == {"store", "load"}
+    assert [
+        (each.args["request"], each.args["blocks"], round(each.args["usable_s"] * 10**9))
+        for each in link
+    ] == [(str(line["request"]), line["blocks"], line["done"]) for line in moved]
+    assert all(
+        line["t"] <= each.begin < each.end <= line["done"]
+        for each, line in zip(link, moved, strict=True)
+    )
+    kinds = {part.name for found in document.requests().values() for part in found.inside}
+    assert "loading" in kinds
+    assert max(values["used"] for _, values in document.counters[3, "slots"]) > 0
+
+
+@pytest.mark.parametrize("most", [256, 10])
+def test_tracks(tmp_path, monkeypatch, most):
+    """A request has a track of its own; of many, one that is free: as many as there must be."""
+    monkeypatch.setattr(perfetto, "MOST_TRACKS", most)
+    document, _ = exported(simulated(tmp_path / "run.jsonl"), tmp_path)
+    tracks = {track: made for track, made in document.slices.items() if track[0] == 1}
+    names = [document.names[track] for track in tracks]
+    if most == 256:
+        assert names == list(document.requests())
+        return
+    slices = document.requests().values()
+    ends = sorted([(each.begin, 1) for each in slices] + [(each.end, -1) for each in slices])
+    there = peak = 0
+    for _, change in ends:
+        there += change
+        peak = max(peak, there)
+    assert sorted(names) == sorted(f"lane {n + 1}" for n in range(peak))
+
+
+@pytest.mark.parametrize("make", [traces.serve, traces.rest, traces.record, traces.forget])
+def test_traces_of_any_kind(tmp_path, make):
+    """Without a clock, with rejections, drops, forks: all are valid documents."""
+    document, lines = exported(make(tmp_path / "run.jsonl"), tmp_path)
+    assert len(document.requests()) == len(of(lines, "REQUEST"))
+
+
+def test_a_rejection_says_why(tmp_path):
+    """In the slice of its request."""
+    document, _ = exported(traces.serve(tmp_path / "run.jsonl"), tmp_path)
+    found = document.requests()["request huge"]
+    assert found.args["rejected"] == "needs 9 blocks, the pool has 8"
+    assert found.begin == found.end
+
+
+def test_times_are_exact_where_floats_are_not(tmp_path):
+    """A nanosecond after 200 days is one."""
+    path = traces.serve(tmp_path / "run.jsonl")
+    late = 200 * 86_400 * 10**9 + 1
+    moved = [{**line, "t": line["t"] + late} for line in traces.lines(path)[1:]]
+    document, _ = exported(traces.seal(path, [traces.lines(path)[0], *moved]), tmp_path)
+    assert document.requests()["request short"].begin == late + 1
+
+
+def test_texts_of_a_trace_stay_texts(tmp_path):
+    """Ids and names are strings of JSON, whatever is in them."""
+    bad = '"}]</script><script>alert(1)</script>\x1b[31m\u2028\\'
+    path = traces.write(tmp_path / "t.jsonl", traces.ask(bad, "ab"))
+    events = traces.lines(path)
+    events[0]["workload"] = {"name": bad, "digest": "d", "options": {bad: bad}}
+    document, _ = exported(traces.seal(path, events), tmp_path)
+    assert list(document.requests()) == [f"request {bad}"]
+    assert bad in document.other["run"]
+    assert set(document.names.values()) == {
+        "requests", "pool and queue", "evictions", f"request {bad}",
+    }  # fmt: skip
+
+
+def test_a_cut_trace_is_refused_as_replay_does(tmp_path):
+    """In the same words, and nothing is written."""
+    path = traces.serve(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-300])
+    done = run_here("export", path, "--to", "perfetto", "--out", tmp_path / "o.json")
+    assert done.returncode == 1
+    assert done.stderr == run_here("replay", path).stderr
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_document_is_never_in_memory(tmp_path):
+    """Lines of the file come while the trace is read."""
+    path = simulated(tmp_path / "run.jsonl")
+    read = []
+    lines = iter(perfetto.PerfettoTrace(path, read.append))
+    assert any("evict" in str(line) and not read for line in lines)
+
+
+def test_equal_traces_make_equal_files(tmp_path):
+    """Compressed ones too; the earlier name of the option is taken with a notice."""
+    path = traces.serve(tmp_path / "run.jsonl")
+    outs = [tmp_path / f"{n}.json.gz" for n in range(2)]
+    for out, option in zip(outs, ("--to", "--format"), strict=True):
+        done = run_here("export", path, option, "perfetto", "--out", out)
+        assert done.returncode == 0
+    assert done.stderr == "kvcore: --format is called --to now; use that\n"
+    assert outs[0].read_bytes() == outs[1].read_bytes()

@@ -1,0 +1,193 @@
+"""The timeline of a trace: phases of requests, and the pool over time, on small traces."""
+
+from __future__ import annotations
+
+from array import array
+from math import isnan
+
+import pytest
+from helpers import traces
+
+from kvcore import KVCache, Trace, TraceError
+from kvcore.analysis.timeline import Kind, Series, Timeline
+
+
+def phases(timeline):
+    """Return the phases of each request by its id, as (kind, start, end)."""
+    found = {name: [] for name in timeline.requests.ids}
+    for request, kind, start, end, _ in timeline.phases:
+        found[timeline.requests.ids[request]].append((kind.name.lower(), start, end))
+    return found
+
+
+def test_a_server(tmp_path):
+    """A pause returns to what it interrupted; after a recompute there is prefill again."""
+    timeline = Timeline.read(traces.serve(tmp_path / "run.jsonl"))
+    assert phases(timeline) == {
+        "long": [
+            *(("prefill", 0, 1), ("preempted", 1, 2), ("decode", 2, 4)),
+            *(("preempted", 4, 5), ("prefill", 5, 9)),
+        ],
+        "huge": [],
+        "short": [("prefill", 1, 2)],
+        "silent": [("prefill", 4, 5)],
+    }
+    requests = timeline.requests
+    assert requests.rejected == {1: "needs 9 blocks, the pool has 8"}
+    assert list(requests.first_token) == [1, -1, 2, -1]
+    assert list(requests.finish) == [9, -1, 2, 5]
+    assert list(requests.output) == [6, 0, 1, 0]
+    assert [*timeline.phases.requester][1] == requests.ids.index("short")
+    assert list(zip(timeline.chunks.request, timeline.chunks.time, strict=True)) == [
+        (0, 1), (2, 2), (3, 5),
+    ]  # fmt: skip
+    assert (timeline.complete, timeline.cut_reason, timeline.begin, timeline.end) == (
+        True, None, 0, 9,
+    )  # fmt: skip
+    assert timeline.header["mode"] == "model"
+
+
+def test_a_return_that_hits_all(tmp_path):
+    """Where no COMMIT can tell, the step after the admission ends the second prefill."""
+    lines = traces.lines(traces.serve(tmp_path / "run.jsonl"))
+    at = next(n for n, line in enumerate(lines) if line["event"] == "FINISH" and n > 30)
+    step = {"t": 7, "event": "FORK", "seq": 4, "child": 5}
+    end = {"t": 8, "event": "FREE", "seq": 5, "runs": [], "reason": "close"}
+    timeline = Timeline.read(
+        traces.seal(tmp_path / "run.jsonl", [*lines[:at], step, end, *lines[at:]])
+    )
+    assert phases(timeline)["long"][-2:] == [("prefill", 5, 7), ("decode", 7, 9)]
+
+
+def test_loads_from_tiers(tmp_path):
+    """A request that waits for blocks from a tier is loading; slots in use are counted."""
+    timeline = Timeline.read(traces.rest(tmp_path / "run.jsonl"))
+    kinds = [kind for kind, _, _ in phases(timeline)["again"]]
+    assert kinds == ["loading", "prefill"]
+    assert max(timeline.series.tiers["host"]) > 0
+    assert list(timeline.series.tiers) == ["host", "disk"]
+
+
+def test_without_a_clock(tmp_path):
+    """A request ends when its last sequence closes, and can be opened again after that."""
+    timeline = Timeline.read(traces.record(tmp_path / "run.jsonl"))
+    assert phases(timeline) == {
+        "first": [
+            ("prefill", 1, 4),
+            ("decode", 4, 9),
+            ("preempted", 9, 22),
+            ("prefill", 22, 23),
+        ],
+        "same": [("prefill", 5, 7), ("decode", 7, 10)],
+        "twin": [("prefill", 6, 8), ("decode", 8, 11)],
+        "parent": [("prefill", 12, 14), ("decode", 14, 18)],
+        "last": [("prefill", 19, 20), ("decode", 20, 21)],
+    }
+    requests = timeline.requests
+    assert list(requests.finish) == [23, 10, 11, 18, 21]
+    assert set(requests.first_token) == {-1}
+    assert list(timeline.chunks.time)[:2] == [2, 4]
+
+
+def test_a_cut_trace_is_read_up_to_the_cut(tmp_path):
+    """What was under way ends with the last line, and has not finished."""
+    file = traces.serve(tmp_path / "run.jsonl")
+    lines = file.read_bytes().splitlines(keepends=True)
+    cut = next(n for n, line in enumerate(lines) if b'"RESUME"' in line) + 1
+    file.write_bytes(b"".join(lines[:cut]) + b"{")
+    timeline = Timeline.read(file)
+    assert not timeline.complete
+    assert "line" in timeline.cut_reason
+    assert phases(timeline)["long"] == [("prefill", 0, 1), ("preempted", 1, 2)]
+    assert timeline.requests.finish[0] == -1
+    assert (timeline.end, timeline.series.running[-1], timeline.lines) == (2, 1, cut)
+
+
+def test_a_trace_without_requests(tmp_path):
+    """It has a row of an empty pool."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        KVCache(8, traces.BLOCK, trace=trace)
+    timeline = Timeline.read(tmp_path / "run.jsonl")
+    assert (list(timeline.series.time), list(timeline.series.free)) == ([0], [8])
+    assert not timeline.phases
+    assert not timeline.requests
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    """There is nothing to draw."""
+    (tmp_path / "run.jsonl").write_bytes(b"")
+    with pytest.raises(TraceError, match="no HEADER"):
+        Timeline.read(tmp_path / "run.jsonl")
+
+
+@pytest.mark.parametrize("event", ["FREE", "FINISH", "PREEMPT", "EVICT"])
+def test_a_line_of_what_is_not_there_names_file_and_line(event, tmp_path):
+    """It is a TraceError, not a look-up that fails."""
+    lines = traces.lines(traces.rest(tmp_path / "run.jsonl"))
+    wrong = next(line for line in lines if line["event"] == event)
+    wrong |= {name: 999 for name in ("request", "span", "seq") if name in wrong}
+    with pytest.raises(TraceError, match=rf"run\.jsonl:{wrong['n'] + 1}: {event}: "):
+        Timeline.read(traces.seal(tmp_path / "run.jsonl", lines))
+
+
+def test_ticks_come_while_lines_are_read(tmp_path, monkeypatch):
+    """Whoever shows progress is told of the bytes of the file, all of them in the end."""
+    monkeypatch.setattr("kvcore.progress.STRIDE", 8)
+    ticks = []
+    path = traces.serve(tmp_path / "run.jsonl")
+    timeline = Timeline.read(path, tick=ticks.append)
+    assert len(ticks) == timeline.lines // 8 + 1
+    assert sum(ticks) == path.stat().st_size
+
+
+def series(rows):
+    """Return a series of which `rows` rows have one peak of free and of waiting each."""
+    made = Series(tiers={"host": array("i", range(rows))})
+    for row in range(rows):
+        made.time.append(row * 10)
+        made.free.append(100 + 50 * (row == 333))
+        made.cached.append(100)
+        made.private.append(300 - made.free[-1])
+        made.waiting.append(7 * (row == 666))
+        made.running.append(row % 5)
+        made.lookup_blocks.append(row)
+        made.hit_blocks.append(row // 2)
+        made.evicted_blocks.append(row)
+    return made
+
+
+def test_thinning_keeps_peaks():
+    """However few rows are left, the only peaks of a thousand are among them."""
+    whole = series(1000)
+    thin = whole.thinned(50)
+    assert len(thin) <= 50
+    for peak in (333, 666):
+        assert peak * 10 in thin.time
+    assert (thin.time[0], thin.time[-1]) == (0, 9990)
+    at = list(thin.time).index(3330)
+    assert (thin.free[at], thin.tiers["host"][at], thin.evicted_blocks[at]) == (150, 333, 333)
+    assert list(thin.time) == sorted(set(thin.time))
+
+
+def test_few_rows_are_not_thinned():
+    """They are what was asked for."""
+    whole = series(40)
+    assert whole.thinned(40) is whole
+
+
+def test_hit_ratio_of_a_window():
+    """Lookups within the window count, those before it do not; none is no ratio."""
+    made = Series()
+    made.time.extend([0, 10, 20, 40])
+    made.lookup_blocks.extend([0, 4, 8, 8])
+    made.hit_blocks.extend([0, 4, 4, 4])
+    assert list(made.hit_ratio(15))[1:3] == [1.0, 0.5]
+    assert list(made.hit_ratio(10))[1:3] == [1.0, 0.0]
+    assert isnan(made.hit_ratio(15)[0])
+    assert isnan(made.hit_ratio(15)[3])
+    assert list(made.hit_ratio())[1:] == [1.0, 0.5, 0.5]
+
+
+def test_kinds_say_who_is_in_the_batch():
+    """Two kinds wait."""
+    assert [kind for kind in Kind if kind.waits] == [Kind.QUEUED, Kind.PREEMPTED]
