@@ -18,6 +18,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import nlargest
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,14 @@ import orjson
 
 from kvcore.analysis import Explanation
 from kvcore.analysis.misses import MissClassifier
-from kvcore.errors import TraceError
+from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport
 from kvcore.trace import TraceChecker, TraceReader
 from kvcore.trace.check import check_event
 from kvcore.trace.state import TracedPrompt, TracedSpan, run_blocks
+from kvcore.units import NS_PER_S, format_seconds
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -275,10 +277,16 @@ class Playback:
         if not reader.complete:
             msg = f"{self.file}: incomplete: {reader.cut_reason}"
             raise TraceError(msg)
+        if self._stage == "before" or not self._flat:
+            msg = (
+                f"{self.file}: no line is in the window; the trace ends at "
+                f"{format_seconds(self.ended / NS_PER_S)}"
+            )
+            raise InputError(msg)
         self.lines = reader.line
         self.rows = {name: self._flat[at::WIDTH] for at, name in enumerate(COLUMNS)}
         for name, column in self.rows.items():
-            if column and not -MOST < min(column) <= max(column) < MOST or self.ended >= MOST:
+            if (column and not -MOST < min(column) <= max(column) < MOST) or self.ended >= MOST:
                 reader.fail(f"{name} goes beyond 2^53, which is the most that a page can show")
         self._inquest.judge()
         self.explanation = Explanation(
@@ -557,13 +565,17 @@ class Playback:
         prompts, explanation = self.prompts, self.explanation
         found = [explanation.requests.get(request) for request in prompts.ids]
         last = self.first + len(self.rows["kind"])
-        shown = (
-            each is not None and (line == NONE or self.first <= line < last)
-            for each, line in zip(found, prompts.admitted, strict=True)
-        )
+        lost = {
+            number: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
+            for number, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
+            if each is not None and (line == NONE or self.first <= line < last)
+        }
+        told = set(nlargest(MOST_REASONS, lost, key=lost.__getitem__))
         whys = [
-            str(RequestReport(explanation, each)) if each is not None and show else ""
-            for each, show in zip(found, shown, strict=True)
+            str(RequestReport(explanation, each))
+            if each is not None and number in told
+            else NOT_TOLD
+            for number, each in enumerate(found)
         ]
         return {
             "file": self.file,
@@ -605,6 +617,12 @@ PROMPT_COLUMNS = (
     *("tokens", "output", "blocks", "lookup", "leader", "shared", "admitted", "when"),
 )
 
+MOST_REASONS = 50_000
+NOT_TOLD = (
+    "This page has the reasons of requests that are admitted in its window, and of the "
+    f"{MOST_REASONS:,} among them that lost most to evictions. `kvcore explain` has all."
+)
+
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
@@ -624,7 +642,6 @@ def share_phrases(texts: Iterable[str]) -> dict[str, Any]:
             words += (str(lines.setdefault(phrase, len(lines))), *NUMBER.findall(line))
         uses.append(" ".join(words))
     return {"lines": list(lines), "uses": "\n".join(uses)}
-
 
 
 def pack(columns: Mapping[str, array[int]]) -> bytes:

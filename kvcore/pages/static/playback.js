@@ -252,7 +252,7 @@ class Playback {
     return new Playback(about, unpack(await readBytes(`${name}-rows`)));
   }
 
-  /** Return why a request missed, in sentences; "": it is not in the window. Written by `share_phrases`. */
+  /** Return why a request missed, in sentences. Written by `share_phrases`. */
   why(request) {
     const { why } = this.requests;
     this.whys ??= why.uses.split("\n");
