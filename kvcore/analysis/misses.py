@@ -25,7 +25,7 @@ from kvcore.analysis.miss_reasons import (
 )
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import CacheState, read_events
-from kvcore.trace.state import TracedPrompt, ViolationError, path
+from kvcore.trace.state import TracedPrompt, TracedSpan, ViolationError, path
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -88,8 +88,9 @@ class MissClassifier:
         requests: what became of those heard of, by id.
     """
 
-    def __init__(self, header: events.Header) -> None:
-        self.state = CacheState(header)
+    def __init__(self, header: events.Header, state: CacheState | None = None) -> None:
+        """Start with an empty cache; one that is given is kept up to date by others."""
+        self.state = CacheState(header) if state is None else state
         self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header.blocks
         self._size: int = header.block_size
@@ -139,11 +140,30 @@ class MissClassifier:
         Raises:
             ViolationError: the event names what is not there.
         """
-        # A victim's blocks are known before the event, all else after it.
-        if getattr(event, "scope", None) == "cache":
-            self._evict(event)  # type: ignore[arg-type]
-            return
+        victim = self.before(event)
         self.state.apply(event)
+        self.after(event, victim)
+
+    def before(self, event: events.Event) -> tuple[TracedSpan, int] | None:
+        """Return the span from whose tail `event` evicts, and where that ends.
+
+        Called before it is applied to the state. A span that is not there is None: that the
+        line is wrong is told when it is applied.
+        """
+        if getattr(event, "scope", None) != "cache":
+            return None
+        span = self.state.spans.get(event.span)  # type: ignore[attr-defined]
+        return None if span is None else (span, span.end)
+
+    def after(self, event: events.Event, victim: tuple[TracedSpan, int] | None) -> None:
+        """Classify what an event means, which the state has.
+
+        Raises:
+            ViolationError: the event names what is not there.
+        """
+        if victim is not None:
+            self._evict(event, *victim)  # type: ignore[arg-type]
+            return
         record = self._take.get(event.event)
         if record is not None:
             try:
@@ -201,10 +221,7 @@ class MissClassifier:
         for key in keys[max(0, first - 1) : -1]:
             self._leaders.setdefault(key, serial)
 
-    def _evict(self, event: events.Evict) -> None:
-        span = self.state.span(event.span)
-        end = span.end
-        self.state.apply(event)
+    def _evict(self, event: events.Evict, span: TracedSpan, end: int) -> None:
         eviction = Eviction(
             event.n + 1,
             event.t,

@@ -14,23 +14,27 @@ first blocks with an earlier one, its leader, and has the rest for itself.
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import nlargest
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import orjson
 
-from kvcore.analysis import Explanation, explain
-from kvcore.errors import TraceError
+from kvcore.analysis import Explanation
+from kvcore.analysis.misses import MissClassifier
+from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport
-from kvcore.trace import TraceChecker, TraceReader, encode_runs
+from kvcore.trace import TraceChecker, TraceReader
 from kvcore.trace.check import check_event
-from kvcore.trace.state import TracedPrompt, TracedSpan
+from kvcore.trace.state import TracedPrompt, TracedSpan, run_blocks
+from kvcore.units import NS_PER_S, format_seconds
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -67,21 +71,22 @@ WORDS = {
 }
 """What numbers in columns stand for."""
 
-COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "runs")
-"""Of each row: its event, its request (by number), five values, and how many runs of blocks.
+COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "count", "time", "age")
+"""Of each row: its event, its request (by number), five values, how many blocks it takes from
+the pool or gives back, and how much later (ns) than the row before it is.
 
-| kind | a | b | c | d | e | runs |
+| kind | a | b | c | d | e | count |
 |---|---|---|---|---|---|---|
 | HIT | sequence | blocks | span | again | | |
 | MISS | sequence | block | why | again | | |
 | PREFETCH | sequence | blocks | span or -1 | | | |
 | SPLIT | span | upper half | at | | | |
-| ALLOC | sequence | first | | | | blocks |
+| ALLOC | sequence | first | | | | taken |
 | COMMIT | sequence | span | blocks | how | | |
-| EVICT | span | hits | expired | whose | end | blocks |
-| FORGET | sequence | first | blocks | | | freed |
-| COMPACT | sequence | tokens | held | runs freed | | freed, then all it has now |
-| FREE | sequence | reason | | runs freed | | freed; of a rollback also all it has now |
+| EVICT | span | hits | expired | whose | end | freed |
+| FORGET | sequence | first | blocks | private ones before them | | freed |
+| COMPACT | sequence | tokens | held | taken | | freed |
+| FREE | sequence | reason | private ones that stay | | | freed |
 | FORK | sequence | child | | | | |
 | COPY | sequence | block | from | to | | |
 | FIRST_TOKEN, RESUME | sequence | | | | | |
@@ -92,11 +97,16 @@ COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "runs")
 | DROP | tier | first | blocks | reason | | |
 | RECOVER | tier | first | blocks | | | |
 
-The request of an EVICT is the one that needed the room; `whose` is a request whose prompt has
-the blocks, and `end` the position there after the last of them. `time` holds how much later (ns)
-a row is than the one before; `age` (ns) is of EVICT, and for OFFLOAD and LOAD_START how long it
-takes.
+Which blocks a row moves is not sent: a pool gives the block that was freed last, and the check
+has seen that it did. The request of an EVICT is the one that needed the room; `whose` is a
+request whose prompt has the blocks, and `end` the position there after the last of them. `age`
+(ns) is of EVICT, and for OFFLOAD and LOAD_START how long it takes.
 """
+
+WIDTH = len(COLUMNS)
+
+MOST = 2**53
+"""A number below this is exact in a browser; in ns it is 104 days."""
 
 
 @attrs.define
@@ -111,6 +121,7 @@ class Prompts:
         leader, shared: the request that first had the block before `shared`, and how many
             blocks from the first on are the same; -1 and 0 if no earlier prompt begins alike.
         last_key: the last of the prompt's keys, None if it has none.
+        admitted, when: line and time (ns) of the first admission; -1 if there is none.
     """
 
     ids: list[int | str] = attrs.field(factory=list)
@@ -121,6 +132,8 @@ class Prompts:
     leader: array[int] = attrs.field(factory=lambda: array("q"))
     shared: array[int] = attrs.field(factory=lambda: array("q"))
     last_key: list[Any] = attrs.field(factory=list)
+    admitted: array[int] = attrs.field(factory=lambda: array("q"))
+    when: array[int] = attrs.field(factory=lambda: array("q"))
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
@@ -136,12 +149,28 @@ class Prompts:
         self.leader.append(first[keys[known - 1]] if known else NONE)
         self.shared.append(known * ratio)
         self.last_key.append(keys[-1] if keys else None)
+        self.admitted.append(NONE)
+        self.when.append(NONE)
         first.update(dict.fromkeys(keys[known:], number))
+
+    def admit(self, number: int, line: int, now: int) -> None:
+        """Record an admission, of which the first one counts."""
+        if self.admitted[number] == NONE:
+            self.admitted[number], self.when[number] = line, now
 
     def arrive(self, number: int, prompt: TracedPrompt, output: int) -> None:
         """Record the lengths of a request that was announced before, with the same keys."""
         self.tokens[number], self.output[number] = prompt.tokens, output
         self.lookup[number] = prompt.lookup
+
+    def pieces(self, number: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield a piece of a prompt as pieces `[first, end)` by whose content they are."""
+        while end > first and number != NONE:
+            shared = self.shared[number]
+            if end > shared:
+                yield number, max(first, shared), end
+                end = shared
+            number = self.leader[number]
 
     def of_key(self, key: Any) -> int:
         """Return the request that first had the block of a key."""
@@ -172,20 +201,41 @@ class EvictedContent:
     end: int
 
 
+@attrs.frozen
+class Window:
+    """The part of a trace whose rows a page has.
+
+    Attributes:
+        start, end: in ns: rows at `start` and later, and before `end`; None: to the last.
+        most: how many rows, but for those at one moment.
+    """
+
+    start: int = 0
+    end: int | None = None
+    most: int = 1_000_000
+
+
+WHOLE = Window()
+
+
 class Playback:
     """The rows of a trace, which is checked while it is read.
 
     Attributes:
         file: its name.
         header: the first line.
-        rows: the columns of `COLUMNS`, and `time` and `age` in ns.
-        run_first, run_count: the runs of blocks of all rows, one after another.
+        rows: the columns of `COLUMNS`, of the lines in the window.
+        first, lines: the number of the first of them, from 0 on, and of all in the trace.
+        ended: the time (ns) of the last line of the trace.
+        begin: the state before the first of them; None: that of an empty pool.
         prompts: of the requests.
         evicted: what EVICT lines took, in their order.
         explanation: why requests missed.
     """
 
-    def __init__(self, file: str | os.PathLike[str], tick: Tick = unseen) -> None:
+    def __init__(
+        self, file: str | os.PathLike[str], tick: Tick = unseen, window: Window = WHOLE
+    ) -> None:
         """Read a trace. Costs about 30 µs a line.
 
         Raises:
@@ -194,75 +244,161 @@ class Playback:
         """
         reader = TraceReader(file)
         self.file = str(reader.file)
-        self.header: dict[str, Any] = {}
-        self.rows = {name: array("i") for name in COLUMNS}
-        self.rows |= {name: array("q") for name in ("time", "age")}
-        self.run_first, self.run_count = array("i"), array("i")
+        self.first, self.lines, self.ended = 0, 0, 0
+        self.begin: dict[str, Any] | None = None
         self.prompts = Prompts()
         self.evicted: list[EvictedContent] = []
-        self._now = 0
+        self._window = window
+        self._flat = array("q")
+        self._put: Callable[[Iterable[int]], None] = self._flat.extend
+        # Rows before this one are at an earlier time; whether rows are, will be or were kept.
+        self._boundary, self._stage = 0, "before" if window.start else "inside"
+        self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
         self._of_sequence: dict[int, int] = {}
-        self._tiers: dict[str, int] = {}
+        # Of open sequences and of spans what their state does not tell: since when, by whom.
+        self._opened: dict[int, int] = {}
+        self._stored: dict[int, tuple[int, int]] = {}
         checker: TraceChecker | None = None
-        record: dict[str, Callable[[Any], None]] = {}
-        victim: TracedSpan | None = None
-        try:
-            for event in ticked(reader, tick):
-                if checker is not None and event.event == "EVICT":
-                    victim = checker.state.spans.get(getattr(event, "span", NONE))
-                    self._victim_end = 0 if victim is None else victim.end
-                made = checker is None
-                checker = check_event(reader, checker, event)
-                if made:
-                    self._state = checker.state
-                    self.header = event.as_dict()
-                    record = {name: getattr(self, f"_{name.lower()}") for name in KINDS}
-                    names = [tier["tier"] for tier in self.header.get("tiers", ())]
-                    self._tiers = {name: number for number, name in enumerate(names)}
-                if event.event == "EVICT" and victim is not None:
-                    self._evict(event, victim)  # type: ignore[arg-type]  # of scope `cache`
-                else:
-                    record["FORGET" if event.event == "EVICT" else event.event](event)
-                victim = None
-        except OverflowError as error:
-            reader.fail(f"a number is larger than a page can show ({error})")
+        for event in ticked(reader, tick):
+            if checker is None:
+                checker = check_event(reader, None, event)
+                self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
+                continue
+            if event.t != self.ended:
+                self._turn(event)
+            victim = self._inquest.before(event)
+            check_event(reader, checker, event)
+            self._inquest.after(event, victim)
+            if type(event) is self._evict_type:
+                self._evict(event, victim)  # type: ignore[arg-type]  # of scope `cache`
+            else:
+                self._record[type(event)](event)
         if not reader.complete:
             msg = f"{self.file}: incomplete: {reader.cut_reason}"
             raise TraceError(msg)
-        self.explanation: Explanation = explain(file)
+        if self._stage == "before" or not self._flat:
+            msg = (
+                f"{self.file}: no line is in the window; the trace ends at "
+                f"{format_seconds(self.ended / NS_PER_S)}"
+            )
+            raise InputError(msg)
+        self.lines = reader.line
+        self.rows = {name: self._flat[at::WIDTH] for at, name in enumerate(COLUMNS)}
+        for name, column in self.rows.items():
+            if (column and not -MOST < min(column) <= max(column) < MOST) or self.ended >= MOST:
+                reader.fail(f"{name} goes beyond 2^53, which is the most that a page can show")
+        self._inquest.judge()
+        self.explanation = Explanation(
+            source=self.file,
+            header=self.header,
+            complete=True,
+            cut_reason=None,
+            requests=self._inquest.requests,
+        )
+
+    def _start(self, header: events.Header, checker: TraceChecker) -> None:
+        """Prepare for the lines after HEADER."""
+        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+        self._checker, self._state = checker, checker.state
+        self._inquest = MissClassifier(header, self._state)
+        self.header: dict[str, Any] = header.as_dict()
+        names = [tier["tier"] for tier in self.header.get("tiers", ())]
+        self._tiers = {name: number for number, name in enumerate(names)}
+        # By tier and owner of the content, where the last block that is there ends.
+        self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
+        structs = events.EVENTS | {"FORGET": events.Drop}
+        self._kinds = {struct: KIND[name] for name, struct in structs.items()}
+        self._evict_type = structs.pop("EVICT")
+        self._record: dict[type[events.Event], Callable[[Any], None]] = {
+            struct: getattr(self, f"_{name.lower()}") for name, struct in structs.items()
+        }
+        if self._stage == "before":
+            self._put = _ignore
+        self._row(header)
 
     @property
     def ratio(self) -> int:
         """How many blocks a key covers."""
         return self._state.layout.ratio
 
+    def _turn(self, event: events.Event) -> None:
+        """Begin or end to keep rows, before the first line of a moment."""
+        self.ended, window, flat = event.t, self._window, self._flat
+        if self._stage == "before" and event.t >= window.start:
+            self._stage, self.first, self.begin = "inside", event.n, self._snapshot()
+            self._put, self._before = flat.extend, 0
+        if self._stage != "inside":
+            return
+        rows = len(flat) // WIDTH
+        if rows > window.most and self._boundary:
+            del flat[self._boundary * WIDTH :]
+        if rows >= window.most or (window.end is not None and event.t >= window.end):
+            self._stage, self._put = "after", _ignore
+        self._boundary = len(flat) // WIDTH
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return the state as JSON has it."""
+        state, hits, stored = self._state, self._state.hits, self._stored
+        pool = self._checker.pool
+        parents = (span.parent for span in state.spans.values())
+        spans = {
+            "id": list(state.spans),
+            "parent": [NONE if parent is None else parent.id for parent in parents],
+            "start": [span.start for span in state.spans.values()],
+            "ids": [span.ids.tolist() for span in state.spans.values()],
+            "hits": [span.hits for span in state.spans.values()],
+            "last": [span.last_access for span in state.spans.values()],
+            "request": [stored[span][0] for span in state.spans],
+            "stored": [stored[span][1] for span in state.spans],
+        }
+        open_ones = state.sequences.values()
+        sequences = {
+            "id": list(state.sequences),
+            "request": [self._of_sequence[seq.id] for seq in open_ones],
+            "span": [seq.span.id for seq in open_ones],
+            "ids": [seq.private.tolist() for seq in open_ones],
+            "opened": [self._opened[seq.id] for seq in open_ones],
+        }
+        tiers = () if state.tiers is None else state.tiers.levels.values()
+        return {
+            "spans": spans,
+            "sequences": sequences,
+            "freed": pool.free_ids().tolist(),
+            "fresh": pool.high_water,
+            "owners": list(pool.owners.items()),
+            "lookups": hits.lookup_blocks,
+            "hits": hits.hit_blocks,
+            "tiers": [
+                {
+                    "used": tier.used,
+                    "ends": list(ends.items()),
+                    "parked": [
+                        (self._numbers[request], end - first)
+                        for request, (first, end) in tier.parked.items()
+                    ],
+                }
+                for tier, ends in zip(tiers, self._ends.values(), strict=True)
+            ],
+        }
+
     def _row(
         self,
         event: events.Event,
         request: int = NONE,
-        *values: int,
-        runs: Sequence[tuple[int, int]] = (),
-        kind: str | None = None,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        d: int = 0,
+        e: int = 0,
+        count: int = 0,
         age: int = 0,
     ) -> None:
-        """Append a row; values that are not given are 0."""
-        rows = self.rows
-        a, b, c, d, e, *_ = (*values, 0, 0, 0, 0, 0)
-        rows["kind"].append(KIND[kind or event.event])
-        rows["request"].append(request)
-        rows["a"].append(a)
-        rows["b"].append(b)
-        rows["c"].append(c)
-        rows["d"].append(d)
-        rows["e"].append(e)
-        rows["runs"].append(len(runs))
-        rows["age"].append(age)
-        rows["time"].append(event.t - self._now)
-        self._now = event.t
-        for first, count in runs:
-            self.run_first.append(first)
-            self.run_count.append(count)
+        """Append a row."""
+        now, kind = event.t, self._kinds[type(event)]
+        self._put((kind, request, a, b, c, d, e, count, now - self._before, age))
+        self._before = now
 
     def _plain(self, event: Any) -> None:
         self._row(event)
@@ -283,63 +419,75 @@ class Playback:
         number = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
-        self._of_sequence[event.seq] = number
+        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, number, event.seq, event.blocks, span)
 
     def _hit(self, event: events.Hit) -> None:
-        number = self._of_sequence[event.seq] = self._numbers[event.request]
+        number = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        if not event.again:
+            self.prompts.admit(number, event.n, event.t)
         self._row(event, number, event.seq, event.blocks, event.span, bool(event.again))
 
     def _miss(self, event: events.Miss) -> None:
-        number = self._of_sequence[event.seq] = self._numbers[event.request]
+        number = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        if not event.again:
+            self.prompts.admit(number, event.n, event.t)
         why = WHY.index(event.why)
         self._row(event, number, event.seq, event.block, why, bool(event.again))
 
     def _split(self, event: events.Split) -> None:
+        self._stored[event.upper] = self._stored[event.span]
         self._row(event, NONE, event.span, event.upper, event.at)
 
     def _alloc(self, event: events.Alloc) -> None:
-        owner = self._of_sequence[event.seq]
-        self._row(event, owner, event.seq, event.first, runs=event.runs)
+        owner, count = self._of_sequence[event.seq], run_blocks(event.runs)
+        self._row(event, owner, event.seq, event.first, count=count)
 
     def _commit(self, event: events.Commit) -> None:
         owner, how = self._of_sequence[event.seq], COMMITTED.index(event.how)
+        if event.how == "new":
+            self._stored[event.span] = owner, event.t
         self._row(event, owner, event.seq, event.span, event.blocks, how)
 
-    def _evict(self, event: events.Evict, victim: TracedSpan) -> None:
-        place = victim.keys, victim.end, self._victim_end
-        self.evicted.append(EvictedContent(len(self.rows["kind"]), event.requester, *place))
+    def _evict(self, event: events.Evict, victim: tuple[TracedSpan, int]) -> None:
+        span, end = victim
+        row = len(self._flat) // WIDTH
+        if self._stage == "inside":
+            place = span.keys, span.end, end
+            self.evicted.append(EvictedContent(row, event.requester, *place))
+        if not span.ids:
+            del self._stored[span.id]
         requester = self._numbers[event.requester]
-        expired = event.reason == "expired"
-        whose = self.prompts.of_key(victim.keys[(self._victim_end - 1) // self.ratio])
-        values = event.span, event.hits, expired, whose, self._victim_end
-        self._row(event, requester, *values, runs=event.runs, age=event.age)
+        whose = self.prompts.of_key(span.keys[(end - 1) // self.ratio])
+        values = event.span, event.hits, event.reason == "expired", whose, end
+        self._row(event, requester, *values, end - span.end, event.age)
 
     def _forget(self, event: events.Drop) -> None:
-        owner, place = self._of_sequence[event.seq], (event.first, event.blocks)
-        self._row(event, owner, event.seq, *place, runs=event.runs, kind="FORGET")
+        seq, end = self._state.sequences[event.seq], event.first + event.blocks
+        before = seq.private_slice(event.first, end).start
+        values = event.seq, event.first, event.blocks, before, 0, run_blocks(event.runs)
+        self._row(event, self._of_sequence[event.seq], *values)
 
     def _compact(self, event: events.Compact) -> None:
-        runs = [*event.runs, *self._private(event.seq)]
-        values = event.seq, event.tokens, event.held, len(event.runs)
-        self._row(event, self._of_sequence[event.seq], *values, runs=runs)
+        taken, freed = run_blocks(event.new or []), run_blocks(event.runs)
+        values = event.seq, event.tokens, event.held, taken, 0, freed
+        self._row(event, self._of_sequence[event.seq], *values)
 
     def _free(self, event: events.Free) -> None:
-        runs, reason = event.runs, FREED.index(event.reason)
+        reason, kept = FREED.index(event.reason), 0
         if event.reason == "rollback":
-            runs = [*runs, *self._private(event.seq)]
-        values = event.seq, reason, 0, len(event.runs)
-        self._row(event, self._of_sequence[event.seq], *values, runs=runs)
-
-    def _private(self, seq: int) -> list[tuple[int, int]]:
-        """Return the private blocks of a sequence, as they are after the line."""
-        return [
-            (first, count) for first, count in encode_runs(self._state.sequences[seq].private)
-        ]
+            kept = len(self._state.sequences[event.seq].private)
+        elif event.reason == "close":
+            del self._opened[event.seq]
+        values = event.seq, reason, kept, 0, 0, run_blocks(event.runs)
+        self._row(event, self._of_sequence[event.seq], *values)
 
     def _fork(self, event: events.Fork) -> None:
         owner = self._of_sequence[event.child] = self._of_sequence[event.seq]
+        self._opened[event.child] = event.t
         self._row(event, owner, event.seq, event.child)
 
     def _copy(self, event: events.Copy) -> None:
@@ -352,7 +500,8 @@ class Playback:
     _resume = _first_token
 
     def _preempt(self, event: events.Preempt) -> None:
-        requester = NONE if not event.requester else self._numbers.get(event.requester, NONE)
+        given = isinstance(event.requester, (int, str))
+        requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
         self._row(event, self._numbers[event.request], *values)
 
@@ -372,13 +521,21 @@ class Playback:
         number = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
+        self._store(event, number)
         self._row(event, number, self._tiers[event.tier], event.first, event.blocks)
+
+    def _store(self, event: events.Recover | events.Offload, number: int) -> None:
+        """Record that blocks of a prompt are in a tier."""
+        pieces = self.prompts.pieces(number, event.first, event.first + event.blocks)
+        self._ends[event.tier].update((owner, end) for owner, _, end in pieces)
 
     def _offload(self, event: events.Offload) -> None:
         source = self._tiers[event.source] if event.source else PARKED if event.parked else NONE
         values = self._tiers[event.tier], event.first, event.blocks, source
-        age = event.done - event.t
-        self._row(event, self._numbers[event.request], *values, age=age)
+        number = self._numbers[event.request]
+        if not event.parked:
+            self._store(event, number)
+        self._row(event, number, *values, age=event.done - event.t)
 
     def _load_start(self, event: events.LoadStart) -> None:
         self._move(event, event.done - event.t)
@@ -393,22 +550,43 @@ class Playback:
     def _drop(self, event: events.Discard) -> None:
         reason = DROPPED.index(event.reason)
         values = self._tiers[event.tier], event.first, event.blocks, reason
-        self._row(event, self._numbers[event.request], *values)
+        number, ends = self._numbers[event.request], self._ends[event.tier]
+        if event.reason != "parked":
+            end = event.first + event.blocks
+            for owner, first, _ in self.prompts.pieces(number, event.first, end):
+                if first > self.prompts.shared[owner]:
+                    ends[owner] = first
+                else:
+                    del ends[owner]
+        self._row(event, number, *values)
 
     def document(self) -> dict[str, Any]:
         """Return what is JSON of the playback: the run, and its requests."""
         prompts, explanation = self.prompts, self.explanation
         found = [explanation.requests.get(request) for request in prompts.ids]
-        size = self.header["block_size"]
-        reports = (
-            None if reasons is None else str(RequestReport(explanation, reasons))
-            for reasons in found
-        )
+        last = self.first + len(self.rows["kind"])
+        lost = {
+            number: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
+            for number, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
+            if each is not None and (line == NONE or self.first <= line < last)
+        }
+        told = set(nlargest(MOST_REASONS, lost, key=lost.__getitem__))
+        whys = [
+            str(RequestReport(explanation, each))
+            if each is not None and number in told
+            else NOT_TOLD
+            for number, each in enumerate(found)
+        ]
         return {
             "file": self.file,
             "header": self.header,
             "setup": setup(self.header),
             "words": WORDS,
+            "pool": self._checker.pool.high_water,
+            "begin": self.begin,
+            "first": self.first,
+            "lines": self.lines,
+            "ended": self.ended,
             "prefill": {
                 "token": explanation.cost.token_seconds,
                 "pairs": explanation.cost.pair_seconds,
@@ -416,35 +594,70 @@ class Playback:
             },
             "requests": {
                 "id": list(map(str, prompts.ids)),
-                **{name: getattr(prompts, name).tolist() for name in PROMPT_COLUMNS},
-                "hit": [each.hit // size if each else 0 for each in found],
-                "optimum": [each.optimum // size if each else 0 for each in found],
-                "why": list(reports),
+                "why": share_phrases(whys),
             },
         }
 
-    def columns(self) -> bytes:
-        """Return the rows as planes of bytes: see `pack`."""
-        runs = {"run_first": self.run_first, "run_count": self.run_count}
-        return pack(self.rows | runs)
+    def columns(self) -> dict[str, bytes]:
+        """Return the rows, and numbers of the requests, as planes of bytes: see `pack`."""
+        prompts, requests = self.prompts, self.explanation.requests
+        found = [requests.get(request) for request in prompts.ids]
+        size = self.header["block_size"]
+        columns = {name: getattr(prompts, name) for name in PROMPT_COLUMNS}
+        columns["hit"] = array("q", [each.hit // size if each else 0 for each in found])
+        columns["optimum"] = array("q", [each.optimum // size if each else 0 for each in found])
+        return {"rows": pack(self.rows), "requests": pack(columns)}
 
 
-PROMPT_COLUMNS = ("tokens", "output", "blocks", "lookup", "leader", "shared")
+def _ignore(row: Iterable[int]) -> None:
+    """Drop a row that is not in the window."""
+
+
+PROMPT_COLUMNS = (
+    *("tokens", "output", "blocks", "lookup", "leader", "shared", "admitted", "when"),
+)
+
+MOST_REASONS = 50_000
+NOT_TOLD = (
+    "This page has the reasons of requests that are admitted in its window, and of the "
+    f"{MOST_REASONS:,} among them that lost most to evictions. `kvcore explain` has all."
+)
+
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+def share_phrases(texts: Iterable[str]) -> dict[str, Any]:
+    """Return texts as lines without their numbers, each once, and which lines a text has.
+
+    Sentences on requests are few and long, and differ in their numbers: `lines` are the
+    sentences, with a NUL for each number; `uses` are, text by text and separated by newlines,
+    which lines it has, and after each the numbers that go into it.
+    """
+    lines: dict[str, int] = {}
+    uses = []
+    for text in texts:
+        words: list[str] = []
+        for line in text.replace("\0", "").splitlines():
+            phrase = NUMBER.sub("\0", line)
+            words += (str(lines.setdefault(phrase, len(lines))), *NUMBER.findall(line))
+        uses.append(" ".join(words))
+    return {"lines": list(lines), "uses": "\n".join(uses)}
 
 
 def pack(columns: Mapping[str, array[int]]) -> bytes:
     """Return columns as bytes that compress well and that a browser reads at memory's speed.
 
-    A line of JSON with the name, type and length of each, then the columns, each plane by
-    plane: the lowest bytes of all numbers, the next ones, and so on, little-endian. Most high
-    planes are zeros, which take no room once compressed.
+    A line of JSON with the name, length and bytes a number of each, then the columns, each
+    plane by plane: the lowest bytes of all numbers, the next ones, and so on, little-endian.
+    Numbers of 4 bytes or more are signed.
     """
     about, planes = [], []
     for name, column in columns.items():
-        ordered = column if byteorder == "little" else array(column.typecode, column)
-        if ordered is not column:
+        small = not column or -(2**31) <= min(column) <= max(column) < 2**31
+        ordered = array("i" if small else "q", column)
+        if byteorder != "little":
             ordered.byteswap()
-        raw = ordered.tobytes()
-        about.append({"name": name, "bytes": column.itemsize, "length": len(column)})
-        planes += [raw[plane :: column.itemsize] for plane in range(column.itemsize)]
+        raw, size = ordered.tobytes(), ordered.itemsize
+        about.append({"name": name, "bytes": size, "length": len(column)})
+        planes += [raw[plane::size] for plane in range(size)]
     return orjson.dumps(about) + b"\n" + b"".join(planes)

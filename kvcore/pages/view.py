@@ -44,7 +44,7 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
     data: dict[str, object] = {"view": {"title": title, "names": names, "note": note}}
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
-        data[f"side{number}-rows"] = side.columns()
+        data |= {f"side{number}-{name}": raw for name, raw in side.columns().items()}
     return Page(title, "<main></main>", SCRIPTS, ["view.css", "serving.css"], data).render()
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache.pool import Ids
+from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.progress import Tick, ticked, unseen
@@ -210,6 +210,11 @@ class TraceChecker:
         checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
         self._checks: dict[str, Callable[[Any], None]] = checks
         self._tiers = self._tier_checker()
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool as it hands out blocks: which are free, and which have several owners."""
+        return self._order.pool
 
     def apply(self, event: events.Event) -> None:
         """Check the next event after HEADER, and apply it. O(spans touched), blocks in C.

@@ -56,7 +56,7 @@ class Holdings {
     }
     // Those that a sequence has no more, since others have the same, are freed by the next line.
     const left = [];
-    for (let id = 0; id < cache.blocks; id++) if (this.of[id] < 0 && cache.taken[id] >= 0) left.push(id);
+    for (let id = 0; id < cache.taken.length; id++) if (this.of[id] < 0 && cache.taken[id] >= 0) left.push(id);
     if (left.length) this._add(new Holder(playback.columns.request[cache.taken[left[0]]], 0, left, {}));
     this._orders = {};
   }
@@ -596,23 +596,14 @@ class Life {
   /** Return the next row of some kinds that names the block as taken or given away; -1: none. O(rows). */
   _next(names) {
     const { playback, id } = { playback: this.side.playback, id: this.id };
-    const { kinds, runs } = playback;
-    const { kind, d, run_first: first, run_count: count } = playback.columns;
+    const { kind, d } = playback.columns;
     const wanted = new Uint8Array(playback.words.kinds.length);
-    for (const name of names) wanted[kinds[name]] = 1;
+    for (const name of names) wanted[playback.kinds[name]] = 1;
     for (let row = this.side.row + 1; row < playback.length; row++) {
       if (!wanted[kind[row]]) continue;
-      if (kind[row] === kinds.COPY) {
-        if (d[row] === id) return row;
-        continue;
-      }
-      // After those that it frees, these have the blocks that the sequence keeps.
-      const partly = kind[row] === kinds.FREE || kind[row] === kinds.COMPACT;
-      const end = partly ? runs[row] + d[row] : runs[row + 1];
-      for (let run = runs[row]; run < end; run++) {
-        const ahead = (id - first[run]) * Math.sign(count[run]);
-        if (ahead >= 0 && ahead < Math.abs(count[run])) return row;
-      }
+      // A COMPACT frees what comes after those that it takes.
+      const from = kind[row] === playback.kinds.COMPACT ? d[row] : 0;
+      if (playback.ids(row).indexOf(id, from) >= 0) return row;
     }
     return -1;
   }

@@ -41,23 +41,19 @@ class Contents {
     return contentPieces(this.requests, request, first, end);
   }
 
-  /** Record the row of each first admission, requests in that order, and what they looked up and hit in all. */
+  /** Record the row of each first admission (before the window: negative), and what they looked up and hit in all. */
   _admissions(playback) {
-    const { kind, request, b, d } = playback.columns;
-    const { HIT, MISS } = playback.kinds;
-    this.admitted = new Int32Array(this.requests.id.length).fill(-1);
-    this.rank = new Int32Array(this.requests.id.length).fill(-1); // place in `order`
-    this.order = [];
+    const { admitted, lookup, hit } = this.requests;
+    this.admitted = admitted.map((line) => line - playback.about.first);
+    this.rank = new Int32Array(admitted.length).fill(-1); // place in `order`
+    this.order = [...admitted.keys()].filter((request) => admitted[request] >= 0);
+    this.order.sort((a, b) => admitted[a] - admitted[b]);
     this.totals = { hits: 0, lookups: 0 };
-    for (let row = 0; row < playback.length; row++) {
-      if ((kind[row] !== HIT && kind[row] !== MISS) || d[row]) continue;
-      if (this.admitted[request[row]] >= 0) continue;
-      this.admitted[request[row]] = row;
-      this.rank[request[row]] = this.order.length;
-      this.order.push(request[row]);
-      this.totals.lookups += this.requests.lookup[request[row]];
-      if (kind[row] === HIT) this.totals.hits += b[row];
-    }
+    this.order.forEach((request, place) => {
+      this.rank[request] = place;
+      this.totals.lookups += lookup[request];
+      this.totals.hits += hit[request];
+    });
   }
 
   /** Return the place among admissions of the first one after `row`: an EVICT stands before the one it makes room for. */
@@ -68,7 +64,7 @@ class Contents {
   /** Divide each request's own blocks where others part, and list who uses each part. */
   _uses() {
     const { leader, shared, lookup, blocks } = this.requests;
-    const ends = leader.map(() => new Set());
+    const ends = Array.from(leader, () => new Set());
     for (let each = 0; each < leader.length; each++) {
       ends[each].add(blocks[each]);
       // All on the way down see a border where this one parts or ceases to look up.

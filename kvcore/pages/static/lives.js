@@ -24,6 +24,7 @@ class Lives {
     this._pass();
     this.phasesOf = groups(this.phases.request, count);
     this.chunksOf = groups(this.chunks.request, count);
+    this.preempted = [...this.phases.whom.keys()].filter((phase) => this.phases.whom[phase] >= 0); // for whom is known
     this._lanes();
   }
 

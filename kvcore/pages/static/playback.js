@@ -11,20 +11,16 @@ function unpack(bytes) {
   const columns = {};
   let at = end + 1;
   for (const { name, bytes: size, length } of about) {
-    const column = size === 8 ? new Float64Array(length) : new Int32Array(length);
-    const plane = (number) => bytes.subarray(at + number * length, at + (number + 1) * length);
-    for (let number = 0; number < 4; number++) {
-      const low = plane(number);
-      if (size === 8) for (let i = 0; i < length; i++) column[i] += low[i] * 2 ** (8 * number);
-      else for (let i = 0; i < length; i++) column[i] |= low[i] << (8 * number);
+    const halves = [new Int32Array(length), new Int32Array(size === 8 ? length : 0)];
+    for (let number = 0; number < size; number++, at += length) {
+      const plane = bytes.subarray(at, at + length);
+      const half = halves[number >> 2];
+      const shift = 8 * (number % 4);
+      for (let i = 0; i < length; i++) if (plane[i]) half[i] |= plane[i] << shift;
     }
-    // Times are below 2**53 ns, which is three months.
-    for (let number = 4; number < size; number++) {
-      const high = plane(number);
-      for (let i = 0; i < length; i++) if (high[i]) column[i] += high[i] * 2 ** (8 * number);
-    }
-    columns[name] = column;
-    at += size * length;
+    const [low, high] = halves;
+    // Exact, since all are below 2**53.
+    columns[name] = size === 4 ? low : Float64Array.from(low, (value, i) => high[i] * 2 ** 32 + (value >>> 0));
   }
   return columns;
 }
@@ -88,19 +84,93 @@ function contentPieces({ leader, shared }, request, first, end) {
 const HITTERS = 8;
 const PARKED = -2;
 
+/** The free blocks: those that were freed last are given first, then the unused ones, ascending. */
+class FreeBlocks {
+  constructor(freed, fresh) {
+    this.freed = freed;
+    this.fresh = fresh; // all from here on are unused
+    this.victims = []; // evicted for the call that goes on, which takes them last
+    this.owners = new Map(); // how many owners a block has beyond the first
+  }
+
+  clone() {
+    const copy = new FreeBlocks(this.freed.slice(), this.fresh);
+    copy.victims = this.victims.slice();
+    copy.owners = new Map(this.owners);
+    return copy;
+  }
+
+  take(count) {
+    const stacked = Math.min(count, this.freed.length);
+    const ids = stacked ? this.freed.splice(-stacked).reverse() : [];
+    // More can be missing than are unused only if the call has evicted.
+    const unused = Math.max(0, count - stacked - this.victims.length);
+    while (ids.length < stacked + unused) ids.push(this.fresh++);
+    return ids.concat(this.victims.splice(0, count - ids.length));
+  }
+
+  give(ids) {
+    for (const id of ids) this.freed.push(id);
+  }
+
+  share(ids) {
+    for (const id of ids) this.owners.set(id, (this.owners.get(id) ?? 0) + 1);
+  }
+
+  /** Remove an owner from a block; return whether it has another. */
+  unshare(id) {
+    const others = this.owners.get(id) ?? 0;
+    if (others > 1) this.owners.set(id, others - 1);
+    else this.owners.delete(id);
+    return others > 0;
+  }
+}
+
 /** What is in the pool, as of a row. Times are ns, blocks ids, requests numbers. */
 class Cache {
-  constructor(blocks, tiers) {
+  /** An empty pool of `blocks`, of which the run uses the first `used`. */
+  constructor(blocks, used, tiers) {
     this.blocks = blocks;
     this.spans = new Map();
     this.roots = new Set();
     this.sequences = new Map();
-    this.taken = new Int32Array(blocks).fill(-1); // the row that gave each block to its owner
+    this.pool = new FreeBlocks([], 0);
+    this.duplicates = []; // what a COMMIT `same` leaves to the FREE after it
+    this.taken = new Int32Array(used).fill(-1); // the row that gave each block to its owner
     this.cached = 0;
     this.private = 0;
     this.tiers = tiers.map(() => new Tier());
     this.lookups = 0;
     this.hits = 0;
+  }
+
+  /** Make the state that `begin` of playback.py describes. */
+  restore({ spans, sequences, freed, fresh, owners, lookups, hits, tiers }) {
+    Object.assign(this, { lookups, hits });
+    this.tiers = tiers.map(({ used, ends, parked }) =>
+      Object.assign(new Tier(), { used, ends: new Map(ends), parked: new Map(parked) }));
+    this.pool = new FreeBlocks(freed, fresh);
+    this.pool.owners = new Map(owners);
+    spans.id.forEach((id, at) => {
+      const span = new Span(id, null, spans.start[at], spans.ids[at], spans.request[at], spans.stored[at]);
+      this.spans.set(id, Object.assign(span, { pins: 0, hits: spans.hits[at], last: spans.last[at] }));
+      this.cached += span.ids.length;
+    });
+    spans.id.forEach((id, at) => {
+      const [span, parent] = [this.spans.get(id), this.spans.get(spans.parent[at]) ?? null];
+      span.parent = parent;
+      (parent ? parent.children : this.roots).add(span);
+    });
+    const own = new Set();
+    sequences.id.forEach((id, at) => {
+      const span = this.spans.get(sequences.span[at]) ?? null;
+      const seq = new Sequence(id, sequences.request[at], span, sequences.opened[at]);
+      seq.ids = sequences.ids[at];
+      for (const each of Cache.path(span)) each.pins += 1;
+      for (const block of seq.ids) own.add(block);
+      this.sequences.set(id, seq);
+    });
+    this.private = own.size;
   }
 
   get free() {
@@ -141,6 +211,7 @@ class Cache {
       made.span = twin(seq.span);
       copy.sequences.set(id, made);
     }
+    copy.pool = this.pool.clone();
     copy.taken = this.taken.slice();
     copy.tiers = this.tiers.map((tier) => tier.clone());
     return copy;
@@ -160,11 +231,13 @@ class Playback {
     this.kinds = Object.fromEntries(about.words.kinds.map((name, number) => [name, number]));
     this.times = columns.time; // as differences in the file
     for (let row = 1; row < this.length; row++) this.times[row] += this.times[row - 1];
-    this.runs = new Int32Array(this.length + 1); // where the runs of each row begin
-    for (let row = 0; row < this.length; row++) this.runs[row + 1] = this.runs[row] + columns.runs[row];
     this.begin = this.times[0];
     this.end = this.times[this.length - 1];
     this.appliers = about.words.kinds.map((name) => Playback.appliers[name] ?? null);
+    this.seen = -1; // the last row that was ever run, and the blocks that rows up to there move
+    this.moved = new Int32Array(1 << 12);
+    this.movedAt = new Float64Array(this.length + 1);
+    this.movedEnd = 0;
     this.reset();
     this.kept = [{ row: -1, cache: this.cache.clone() }];
     // So many copies of the state are kept that they take some 100 MB at most.
@@ -174,13 +247,28 @@ class Playback {
 
   /** Read the trace that is in the page under `name`. */
   static async read(name) {
-    const [about, columns] = await Promise.all([readJson(`${name}-about`), readBytes(`${name}-rows`)]);
-    return new Playback(about, unpack(columns));
+    const about = await readJson(`${name}-about`);
+    Object.assign(about.requests, unpack(await readBytes(`${name}-requests`)));
+    return new Playback(about, unpack(await readBytes(`${name}-rows`)));
+  }
+
+  /** Return why a request missed, in sentences. Written by `share_phrases`. */
+  why(request) {
+    const { why } = this.requests;
+    this.whys ??= why.uses.split("\n");
+    const words = this.whys[request].split(" ");
+    const lines = [];
+    for (let at = 0; at < words.length && words[at]; ) {
+      const parts = why.lines[Number(words[at++])].split("\0");
+      lines.push(parts.reduce((text, part) => text + words[at++] + part));
+    }
+    return lines.join("\n");
   }
 
   reset() {
     this.row = -1; // the last row that is applied
-    this.cache = new Cache(this.header.blocks, this.header.tiers ?? []);
+    this.cache = new Cache(this.header.blocks, this.about.pool, this.header.tiers ?? []);
+    if (this.about.begin) this.cache.restore(structuredClone(this.about.begin));
   }
 
   /** The time of the state, in ns. */
@@ -202,30 +290,39 @@ class Playback {
 
   /** Return what a row says: its kind by name, and the columns. */
   event(row) {
-    const { kind, request, a, b, c, d, e, age } = this.columns;
+    const { kind, request, a, b, c, d, e, count, age } = this.columns;
     return {
       row, time: this.times[row], kind: this.words.kinds[kind[row]], request: request[row],
-      a: a[row], b: b[row], c: c[row], d: d[row], e: e[row], age: age[row],
+      a: a[row], b: b[row], c: c[row], d: d[row], e: e[row], count: count[row], age: age[row],
     };
   }
 
-  /** Return the ids of the blocks of some runs of a row, the first run being `from`. */
-  ids(row, from = 0, upto = Infinity) {
-    const { run_first: first, run_count: count } = this.columns;
-    const ids = [];
-    const end = Math.min(this.runs[row + 1], this.runs[row] + upto);
-    for (let run = this.runs[row] + from; run < end; run++) {
-      const step = Math.sign(count[run]);
-      for (let i = 0, id = first[run]; i !== count[run]; i += step, id += step) ids.push(id);
-    }
-    return ids;
+  /** Return how many blocks a row takes from the pool or gives back, beside those that a COMPACT takes. */
+  blocksOf(row) {
+    return this.columns.count[row];
   }
 
-  /** Return how many blocks the runs of a row have. */
-  blocksOf(row) {
-    let blocks = 0;
-    for (let run = this.runs[row]; run < this.runs[row + 1]; run++) blocks += Math.abs(this.columns.run_count[run]);
-    return blocks;
+  /** Return the ids of the blocks that a row moves; of a COMPACT, first those taken. Rows not yet seen are run. */
+  ids(row) {
+    if (row > this.seen) {
+      const [here, before] = [this.cache.clone(), this.row];
+      this.seek(row + Playback.AHEAD);
+      [this.cache, this.row] = [here, before];
+    }
+    return this.moved.subarray(this.movedAt[row], this.movedAt[row + 1]);
+  }
+
+  /** Record the blocks that a row moves, when it is first run. */
+  _note(ids, row) {
+    if (row !== this.seen + 1) return;
+    const end = this.movedEnd + ids.length;
+    if (end > this.moved.length) {
+      const larger = new Int32Array(2 * end);
+      larger.set(this.moved);
+      this.moved = larger;
+    }
+    this.moved.set(ids, this.movedEnd);
+    this.movedEnd = end;
   }
 
   /** Make the state that is after `row`. O(rows since the nearest state that was kept). */
@@ -241,6 +338,10 @@ class Playback {
       this.row += 1;
       const apply = this.appliers[this.columns.kind[this.row]];
       if (apply) apply.call(this, this.row);
+      if (this.row > this.seen) {
+        this.seen = this.row;
+        this.movedAt[this.row + 1] = this.movedEnd;
+      }
       if ((this.row + 1) % this.stride === 0 && this.kept.length === (this.row + 1) / this.stride) {
         this.kept.push({ row: this.row, cache: this.cache.clone() });
       }
@@ -279,10 +380,15 @@ class Playback {
     this.cache.hits += hit;
   }
 
-  _take(seq, ids, row) {
-    for (const id of ids) this.cache.taken[id] = row;
-    seq.ids.push(...ids);
-    this.cache.private += ids.length;
+  /** Give a sequence blocks of its own. */
+  _take(seq, count, row) {
+    const ids = this.cache.pool.take(count);
+    for (const id of ids) {
+      this.cache.taken[id] = row;
+      seq.ids.push(id);
+    }
+    this._note(ids, row);
+    this.cache.private += count;
   }
 
   _store(row) {
@@ -294,12 +400,23 @@ class Playback {
     }
   }
 
-  _give(row, runs = Infinity) {
-    const ids = this.ids(row, 0, runs);
+  /** Free those of some blocks that have no other owner, deepest first. */
+  _release(ids, row) {
+    const { pool } = this.cache;
+    const free = ids.reverse().filter((id) => !pool.unshare(id));
+    this._give(free, row);
+    this.cache.private -= free.length;
+  }
+
+  _give(ids, row) {
+    this._note(ids, row);
     for (const id of ids) this.cache.taken[id] = -1;
-    return ids;
+    this.cache.pool.give(ids);
   }
 }
+
+/** How many rows more are run where one is asked for that was never run. */
+Playback.AHEAD = 2000;
 
 /** By kind of row: how it changes the state. Kinds that are not here change nothing. */
 Playback.appliers = {
@@ -332,7 +449,7 @@ Playback.appliers = {
     this.cache.spans.set(upper.id, upper);
   },
   ALLOC(row) {
-    this._take(this.cache.sequences.get(this.columns.a[row]), this.ids(row), row);
+    this._take(this.cache.sequences.get(this.columns.a[row]), this.columns.count[row], row);
   },
   COMMIT(row) {
     const { a, b, c, d } = this.columns;
@@ -341,7 +458,8 @@ Playback.appliers = {
     const ids = seq.ids.splice(0, c[row]);
     const how = this.words.committed[d[row]];
     if (how === "same" || how === "shared") {
-      // Its own blocks, if it had any, are freed by the next line.
+      if (how === "same") cache.duplicates = ids; // freed by the next row
+      else ids.forEach((id) => cache.pool.unshare(id));
       seq.span = cache.spans.get(b[row]);
       seq.span.pins += 1;
       return;
@@ -358,38 +476,46 @@ Playback.appliers = {
     seq.span = span;
   },
   EVICT(row) {
-    const span = this.cache.spans.get(this.columns.a[row]);
-    const ids = this._give(row);
-    this.cache.cached -= ids.length;
-    span.ids.length -= ids.length;
+    const { a, c, count } = this.columns;
+    const { cache } = this;
+    const span = cache.spans.get(a[row]);
+    const ids = span.ids.splice(-count[row]).reverse();
+    cache.cached -= ids.length;
+    if (c[row]) this._give(ids, row);
+    else {
+      this._note(ids, row);
+      for (const id of ids) cache.taken[id] = -1;
+      cache.pool.victims.push(...ids);
+    }
     if (span.ids.length) return;
-    this.cache.spans.delete(span.id);
-    (span.parent ? span.parent.children : this.cache.roots).delete(span);
+    cache.spans.delete(span.id);
+    (span.parent ? span.parent.children : cache.roots).delete(span);
   },
   FORGET(row) {
-    const seq = this.cache.sequences.get(this.columns.a[row]);
-    const gone = new Set(this._give(row));
-    this.cache.private -= gone.size;
-    seq.ids = seq.ids.filter((id) => !gone.has(id));
+    const { a, d, count } = this.columns;
+    const seq = this.cache.sequences.get(a[row]);
+    this._release(seq.ids.splice(d[row], count[row]), row);
     seq.forgot = true;
   },
   COMPACT(row) {
-    const seq = this.cache.sequences.get(this.columns.a[row]);
-    const freed = this._give(row, this.columns.d[row]);
-    const before = new Set(seq.ids);
-    seq.ids = this.ids(row, this.columns.d[row]);
-    const fresh = seq.ids.filter((id) => !before.has(id));
-    for (const id of fresh) this.cache.taken[id] = row;
-    this.cache.private += fresh.length - freed.length;
+    const { a, d, count } = this.columns;
+    const { pool } = this.cache;
+    const seq = this.cache.sequences.get(a[row]);
+    const own = seq.ids.filter((id) => !pool.owners.has(id));
+    const shared = seq.ids.filter((id) => pool.owners.has(id));
+    const dropped = own.splice(own.length - count[row]);
+    seq.ids = own;
+    this._take(seq, d[row], row);
+    this._release(dropped, row);
+    shared.forEach((id) => pool.unshare(id));
     seq.forgot = true;
     this._unpin(seq);
   },
   FREE(row) {
-    const { a, b, d } = this.columns;
+    const { a, b, c } = this.columns;
     const seq = this.cache.sequences.get(a[row]);
     const reason = this.words.freed[b[row]];
-    this.cache.private -= this._give(row, d[row]).length;
-    if (reason === "rollback") seq.ids = this.ids(row, d[row]);
+    this._release(reason === "duplicate" ? this.cache.duplicates.slice() : seq.ids.splice(c[row]), row);
     if (reason !== "close") return;
     this._unpin(seq);
     this.cache.sequences.delete(seq.id);
@@ -399,16 +525,15 @@ Playback.appliers = {
     const seq = this.cache.sequences.get(a[row]);
     const child = new Sequence(b[row], seq.request, seq.span, this.times[row]);
     child.ids = seq.ids.slice();
+    this.cache.pool.share(child.ids);
     child.forgot = seq.forgot;
     for (const span of Cache.path(seq.span)) span.pins += 1;
     this.cache.sequences.set(child.id, child);
   },
   COPY(row) {
-    const { a, d } = this.columns;
-    const seq = this.cache.sequences.get(a[row]);
-    seq.ids[seq.ids.length - 1] = d[row];
-    this.cache.taken[d[row]] = row;
-    this.cache.private += 1;
+    const seq = this.cache.sequences.get(this.columns.a[row]);
+    this.cache.pool.unshare(seq.ids.pop());
+    this._take(seq, 1, row);
   },
   RECOVER(row) {
     this._store(row);

@@ -1,0 +1,263 @@
+"""What a browser makes of the rows of a trace is what a replay makes of its lines.
+
+All traces run in one page: their data is put where a page has it, and read as a page reads it.
+"""
+
+import gzip
+from base64 import b64encode
+from random import Random
+
+import orjson
+import pytest
+from helpers.browser import browsing, tab
+from helpers.policies import build
+from helpers.serving import random_server, random_talks, random_tiered_server
+from helpers.traces import compact, forget, record, rest, serve
+
+from kvcore import KVCache, Trace
+from kvcore.errors import InputError
+from kvcore.pages import view_page
+from kvcore.pages.playback import Playback, Window, share_phrases
+from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
+from kvcore.trace import CacheState, read_events
+from kvcore_plugins.retention import Window as Recent
+
+RUN = """
+async ({ name, blocks, rows, stride }) => {
+  for (const [part, text] of Object.entries(blocks)) {
+    const holder = document.createElement("script");
+    holder.type = "application/gzip";
+    holder.id = `data-${name}-${part}`;
+    holder.textContent = text;
+    document.body.append(holder);
+  }
+  const [side] = kvcore.sides;
+  const playback = await side.playback.constructor.read(name);
+  playback.stride = stride;
+  const states = rows.map((row) => {
+    const cache = playback.seek(row);
+    return {
+      counts: [cache.free, cache.cached, cache.private, cache.lookups, cache.hits],
+      tiers: cache.tiers.map(({ used, parked }) => [used, [...parked.values()].reduce((sum, each) => sum + each, 0)]),
+      spans: [...cache.spans.values()].map((span) => [
+        span.id, span.parent ? span.parent.id : -1, span.start, [...span.ids], span.pins, span.hits, span.last,
+        span.children.size,
+      ]).sort((a, b) => a[0] - b[0]),
+      sequences: [...cache.sequences.values()].map((seq) =>
+        [seq.id, seq.span ? seq.span.id : -1, [...seq.ids]]).sort((a, b) => a[0] - b[0]),
+    };
+  });
+  const contents = new side.contents.constructor(playback);
+  const { blocks: lengths } = playback.requests;
+  const uses = [];
+  for (const row of rows.slice(0, 3)) {
+    for (let request = 0; request < lengths.length; request++) {
+      for (let at = 0; at < lengths[request]; at++) {
+        const owner = contents.owner(request, at);
+        uses.push([request, at, row, owner, contents.nextUser(owner, at, row), contents.heldByOptimum(owner, at, row)]);
+      }
+    }
+  }
+  return { states, uses };
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A page of a small trace, in which others are run."""
+    folder = tmp_path_factory.mktemp("page")
+    file = folder / "page.html"
+    file.write_bytes(view_page([record(folder / "trace.jsonl")]))
+    with browsing() as browser, tab(browser) as opened:
+        yield opened.open(file)
+
+
+def driven(path, seed, **options):
+    """Record random calls to a cache, among them forks, rollbacks and compactions."""
+    draw = Random(seed)
+    mix = (EVEN, FORKS, COMPACTIONS)[seed % 3]
+    if mix is not COMPACTIONS and seed % 4 == 0:
+        options["retention"] = Recent(tokens=9)
+    policy = draw.choice(["lru", "lfu", "ttl:ttl=2e-8"])
+    with Trace(path) as trace:
+        cache = KVCache(
+            draw.choice([14, 30, 45]),
+            draw.choice([2, 6]),
+            eviction=build(policy),
+            key_tokens=6,
+            accounting=draw.choice(["keys", "tokens"]) if mix is EVEN else "tokens",
+            trace=trace,
+            **options,
+        )
+        driver = Driver(cache)
+        driver.run(random_steps(seed, 120, Traffic(mix=mix, pins=True, hints=True)))
+        for seq in driver.sequences:
+            cache.close(seq, driver.now)
+    return path
+
+
+def served(path, seed):
+    """Record a random server, with tiers or without."""
+    make = (random_server, random_tiered_server, random_talks)[seed % 3]
+    server = make(Random(seed).randint)
+    path.write_bytes(server.run(("fcfs", "urgent", "planning")[seed // 3 % 3]).trace)
+    return path
+
+
+def state_of(state):
+    """Return a state of a replay as the script has it."""
+    root = lambda span: -1 if span is None else span.id  # noqa: E731
+    tiers = () if state.tiers is None else state.tiers.levels.values()
+    hits = state.hits
+    return {
+        "counts": [
+            *(state.free, state.cached, state.private),
+            *(hits.lookup_blocks, hits.hit_blocks),
+        ],
+        "tiers": [[tier.used, tier.parked_blocks] for tier in tiers],
+        "spans": sorted(
+            [
+                *(span.id, root(span.parent), span.start, span.ids.tolist()),
+                *(span.pins, span.hits, span.last_access, span.children),
+            ]
+            for span in state.spans.values()
+        ),
+        "sequences": sorted(
+            [seq.id, root(seq.span), seq.private.tolist()] for seq in state.sequences.values()
+        ),
+    }
+
+
+def replayed(path, lines):
+    """Return the states after some lines, by line."""
+    wanted, found, state = set(lines), {}, None
+    for event in read_events(path):
+        if state is None:
+            state = CacheState(event)
+        else:
+            state.apply(event)
+        if event.n in wanted:
+            found[event.n] = state_of(state)
+    return found
+
+
+def packed(playback):
+    """Return the data of a playback as a page holds it, by name."""
+    parts = {"about": orjson.dumps(playback.document()), **playback.columns()}
+    return {name: b64encode(gzip.compress(raw, 1)).decode() for name, raw in parts.items()}
+
+
+def played(page, playback, rows, stride):
+    """Return what the page makes of a playback at some rows."""
+    asked = {"name": "test", "blocks": packed(playback), "rows": rows, "stride": stride}
+    return page.evaluate(RUN, asked)
+
+
+def check(page, path, seed, window=None):
+    """Compare random rows, forwards and then back and forth, with a replay."""
+    draw = Random(seed)
+    playback = Playback(path) if window is None else Playback(path, window=window)
+    length = len(playback.rows["kind"])
+    forth = sorted(draw.choices(range(length), k=12))
+    rows = [*forth, length - 1, *draw.choices(range(length), k=12)]
+    run = played(page, playback, rows, draw.choice([3, 17, 90]))
+    wanted = replayed(path, [row + playback.first for row in rows])
+    for row, state in zip(rows, run["states"], strict=True):
+        assert state == wanted[row + playback.first], (path.name, row)
+    return playback, run["uses"]
+
+
+def check_uses(playback, path, uses):
+    """Compare whose a content is, and who asks for it next, with the keys of the trace."""
+    state, admitted, keyed = None, {}, {}
+    for event in read_events(path):
+        if state is None:
+            state = CacheState(event)
+            continue
+        state.apply(event)
+        if event.event in ("REQUEST", "PREFETCH", "RECOVER"):
+            name = event.id if event.event == "REQUEST" else event.request
+            keyed.setdefault(name, list(state.requests[name].keys))
+        if event.event == "KEYS":
+            keyed[event.request] = list(state.requests[event.request].keys)
+        if event.event in ("HIT", "MISS") and not event.again:
+            admitted.setdefault(event.request, event.n)
+    ratio = playback.ratio
+    ids = playback.prompts.ids
+    keys = [keyed[name] for name in ids]
+    lookup, hits = playback.prompts.lookup, playback.explanation.requests
+    order = sorted((admitted[name], n) for n, name in enumerate(ids) if name in admitted)
+    size = playback.header["block_size"]
+    for request, at, row, owner, user, held in uses:
+        key = keys[request][at // ratio]
+        has = [n for n, each in enumerate(keys) if each[at // ratio :][:1] == [key]]
+        assert owner in has
+        line = row + playback.first
+        asks = (n for when, n in order if when > line and n in has and at < lookup[n])
+        wanted = next(asks, -1)
+        assert user == wanted, (path.name, request, at, row)
+        best = wanted >= 0 and at < hits[ids[wanted]].optimum // size
+        assert held == best, (path.name, request, at, row)
+
+
+WRITTEN = {"record": record, "forget": forget, "serve": serve, "compact": compact, "rest": rest}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
+    """Traces that are written by hand, for every event there is."""
+    path = WRITTEN[name](tmp_path / f"{name}.jsonl")
+    playback, uses = check(page, path, 1)
+    check_uses(playback, path, uses)
+
+
+@pytest.mark.parametrize("make", [driven, served])
+def test_a_page_plays_what_happened(page, tmp_path, make):
+    """Spans, pins, tables, counts and next uses at random lines of random runs."""
+    for seed in range(24):
+        path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
+        playback, uses = check(page, path, seed)
+        check_uses(playback, path, uses)
+
+
+@pytest.mark.parametrize("make", [driven, served])
+def test_a_window_begins_with_what_was_there(page, tmp_path, make):
+    """Wherever a window begins and ends, its states are those of a replay of the whole."""
+    for seed in range(24):
+        path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
+        times = [event.t for event in read_events(path)]
+        draw = Random(seed)
+        start, end = sorted(draw.choices(times, k=2))
+        window = Window(start, draw.choice([None, end + 1]), draw.choice([5, 10**6]))
+        playback, uses = check(page, path, seed, window)
+        check_uses(playback, path, uses)
+        within = [t for t in times if start <= t <= (window.end or times[-1] + 1) - 1]
+        kept = within[: len(playback.rows["kind"])]
+        assert playback.first == times.index(within[0])
+        assert len(kept) == len(within) or len(kept) <= window.most or len({*kept}) == 1
+        # No moment is cut in two.
+        assert within[len(kept) :][:1] != kept[-1:]
+
+
+def test_a_window_without_a_line_is_refused(tmp_path):
+    """It says when the trace ends."""
+    path = record(tmp_path / "trace.jsonl")
+    with pytest.raises(InputError, match="no line is in the window; the trace ends at"):
+        Playback(path, window=Window(10**9))
+
+
+def test_sentences_come_out_as_they_went_in(page):
+    """Numbers, commas, empty texts and blank lines included."""
+    texts = ["", "Of 1,204 tokens, 3 hit.\n- from 0 to 17 (1.35 s): 2", "none", "7"]
+    shared = share_phrases(texts)
+    read = page.evaluate(
+        """(why) => {
+          const { constructor } = kvcore.sides[0].playback;
+          const holder = Object.assign(Object.create(constructor.prototype), { requests: { why } });
+          return why.uses.split("\\n").map((_, request) => holder.why(request));
+        }""",
+        shared,
+    )
+    assert read == texts
+    assert len(shared["lines"]) == 4
