@@ -29,7 +29,7 @@ from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import TraceChecker, check_event
-from kvcore.trace.fields import read_request, version
+from kvcore.trace.fields import read_request, slo_of, version
 from kvcore.trace.reader import TraceReader
 from kvcore.units import NS_PER_S
 
@@ -586,6 +586,23 @@ def bill_trace(
     (found,) = _bills(workload, price, recorded.log)
     assert found is not None
     return found
+
+
+def recorded_run(file: str | os.PathLike[str]) -> RunSummary:
+    """Return the summary of a recorded run, whose trace is checked line by line.
+
+    Its configuration is that of the header, and it is judged by the SLO there.
+
+    Raises:
+        InputError: the file cannot be opened, or is a trace of calls that were made by hand.
+        TraceError: the trace is damaged, or cut.
+    """
+    workload = TraceWorkload(file)
+    header = workload.header.as_dict()
+    slo = slo_of(header["slo"]) if header.get("slo") else None
+    recorded = _verified(workload.file, workload.header, slo)
+    timed = header["mode"] != "untimed"
+    return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
 
 
 def _bills(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from kvcore.cli.options import shared
-from kvcore.cli.output import emit_json, json_option, print_sections, progress
+from kvcore.cli.output import (
+    emit_json,
+    json_option,
+    plot_file,
+    plot_option,
+    print_sections,
+    progress,
+)
 from kvcore.cli.verb import Count, Verb
 from kvcore.demo import (
     WORKED_EXAMPLE,
@@ -38,6 +47,7 @@ def demo(ctx: click.Context) -> None:
     "--seed", type=Count(-INT64_LIMIT), default=0, help="Seed of the weights and the prompt."
 )
 @shared("threads")
+@plot_option
 @json_option
 def cache(
     *,
@@ -46,6 +56,7 @@ def cache(
     block_size: int,
     seed: int,
     threads: int | None,
+    picture: Path | None,
     as_json: bool,
 ) -> None:
     """Generate the same tokens without a cache and with two kinds of it.
@@ -56,20 +67,22 @@ def cache(
     plugins = Plugins()
     generator = plugins.build("generator", "transformer", {"seed": seed})
     backend = plugins.build("backend", "torch-cpu")
-    with progress("generating", GENERATIONS * output) as done:
-        generations = with_and_without_cache(
-            generator,
-            backend,
-            prompt_tokens=prompt_tokens,
-            output=output,
-            block_size=block_size,
-            seed=seed,
-            threads=threads,
-            done=done,
+    with plot_file(picture) as write_plot:
+        with progress("generating", GENERATIONS * output) as done:
+            generations = with_and_without_cache(
+                generator,
+                backend,
+                prompt_tokens=prompt_tokens,
+                output=output,
+                block_size=block_size,
+                seed=seed,
+                threads=threads,
+                done=done,
+            )
+        report = CachingReport(
+            generations, generator.spec, generator.dtype, prompt_tokens, block_size
         )
-    report = CachingReport(
-        generations, generator.spec, generator.dtype, prompt_tokens, block_size
-    )
+        write_plot(report.plot)
     by_hand = OneHeadReport(WORKED_EXAMPLE)
     if as_json:
         emit_json(

@@ -96,8 +96,8 @@ def _tracks(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
 
     document = PerfettoTrace(trace, tick)
     write_lines(out, document)
-    counts = ("events", "requests", "tracks", "evictions")
-    return {name: getattr(document, name) for name in counts}
+    counts = {name: getattr(document, name) for name in ("requests", "tracks", "evictions")}
+    return {"events": document.written, **counts}
 
 
 FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {

@@ -205,7 +205,8 @@ class WatchedTrace(Trace):
         self, file: Path | BinaryIO, show: Callable[[Event], None], header: Mapping[str, Any]
     ) -> None:
         super().__init__(file, **header)
-        self._buffer = _ShownLines(self._buffer.detach(), show)
+        raw = self._buffer.detach()
+        self._buffer = _ShownLines(raw, show)  # type: ignore[assignment]  # of the same bytes
 
 
 class _ShownLines(io.BufferedWriter):

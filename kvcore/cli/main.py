@@ -38,6 +38,7 @@ VERBS = {
     "quality": "kvcore.cli.quality",
     "record": "kvcore.cli.record",
     "replay": "kvcore.cli.replay",
+    "report": "kvcore.cli.report",
     "run": "kvcore.cli.run",
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",

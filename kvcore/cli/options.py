@@ -214,6 +214,11 @@ output_options = all_of(
         metavar="DIR",
         help="Directory for summary.json, requests.jsonl and trace.jsonl.gz.",
     ),
+    click.option(
+        "--live",
+        is_flag=True,
+        help="Show pool and queue on stderr while it runs, as `kvcore watch` shows a trace.",
+    ),
     prometheus_option,
 )
 

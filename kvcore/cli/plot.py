@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import click
 
 from kvcore.analysis.timeline import Timeline
-from kvcore.cli.output import picture_option, plot_file, progress
+from kvcore.cli.output import picture_option, plot_file, reading
 from kvcore.cli.simulate import TRACE
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
@@ -23,7 +23,7 @@ KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency
 
 @verb(
     "kvcore plot run.jsonl.gz --kind occupancy -o pool.png",
-    "kvcore simulate --out results && kvcore plot results --kind latency -o latency.svg",
+    "kvcore plot results --kind latency -o latency.svg",
 )
 @click.argument("source", metavar="TRACE|RESULT")
 @click.option(
@@ -53,10 +53,7 @@ def plot(*, source: str, kind: PlotKind, out: Path) -> None:
             "none. `kvcore simulate --trace FILE` writes one"
         )
         raise InputError(msg)
-    with (
-        plot_file(out, [trace]) as write,
-        progress(f"reading {trace.name}: lines", None) as tick,
-    ):
+    with plot_file(out, [trace]) as write, reading("plotting", trace) as tick:
         timeline = Timeline.read(trace, tick=tick)
         if kind == "ages":
             residency = rebuild_residency(trace)

@@ -36,7 +36,7 @@ from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.progress import ticked
+from kvcore.progress import silent, ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
 from kvcore.trace import Trace
@@ -139,7 +139,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         outputs(engine, given) as (trace, write_metrics),
         nullcontext() if step_times is None else atomic_file(step_times) as times,
     ):
-        result = _serve(engine, trace, residency=given["residency"])
+        result = _serve(engine, trace, residency=given["residency"], live=given["live"])
         if times is not None:
             write_steps(times, result.steps)
         document = _document(engine, given["prompts"], result)
@@ -183,13 +183,15 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
         raise InputError(msg)
 
 
-def _serve(engine: EngineParts, trace: Trace | None, *, residency: bool) -> RunResult:
+def _serve(
+    engine: EngineParts, trace: Trace | None, *, residency: bool, live: bool
+) -> RunResult:
     source, weights = engine.workload, engine.generator.weight_bytes(engine.config.dtype)
     free = engine.backend.memory().free
     if weights >= ANNOUNCED and (free is None or weights <= free):
         size = format_bytes(weights)
         echo(f"kvcore: drawing {size} of weights for {engine.model.name}", err=True)
-    with progress(f"running {source.name}", source.size) as tick:
+    with (silent if live else progress)(f"running {source.name}", source.size) as tick:
         return run_engine(ticked(source, tick), **engine.arguments(trace), residency=residency)
 
 

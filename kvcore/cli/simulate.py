@@ -34,8 +34,9 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import echo, verb
 from kvcore.config import RunParts
+from kvcore.errors import InputError
 from kvcore.files import make_directory, refuse_overwrite
-from kvcore.progress import ticked, unseen
+from kvcore.progress import silent, ticked, unseen
 from kvcore.serving import Result, Scheduler
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.result import REQUESTS, SUMMARY
@@ -89,7 +90,9 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     out = given["out"]
     with outputs(parts, given) as (trace, write_metrics):
         measured = given["residency"]
-        result, document = _run(parts, trace, config.allocation, residency=measured)
+        result, document = _run(
+            parts, trace, config.allocation, residency=measured, live=given["live"]
+        )
         write_metrics(result, document)
         if config.allocation == "contiguous":
             paged, asked = _run(parts, None, "paged", residency=measured)
@@ -129,14 +132,19 @@ def _searched(parts: RunParts, result: Result) -> dict[str, float | int]:
 
 
 def _run(
-    parts: RunParts, trace: Trace | None, allocation: Allocation, *, residency: bool
+    parts: RunParts,
+    trace: Trace | None,
+    allocation: Allocation,
+    *,
+    residency: bool,
+    live: bool = False,
 ) -> tuple[Result, dict[str, Any]]:
     """Return the result of a run, and its JSON document."""
     source, made = parts.workload, parts.arguments(trace)
     longest = None
     if allocation == "contiguous":
         longest = max((request.output_tokens for request in source), default=0)
-    with progress(f"simulating {source.name}", source.size) as tick:
+    with (silent if live else progress)(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
             source if tick is unseen else ticked(check_keys(source), tick),
             **made,
@@ -186,7 +194,17 @@ def outputs(
     with ExitStack() as stack:
         if out is not None:
             stack.enter_context(_directory(out))
-        trace = None if path is None else stack.enter_context(Trace(path, **parts.header()))
+        trace = None
+        if given["live"]:
+            from kvcore.cli.live import live_trace  # noqa: PLC0415 - no other option needs it
+
+            if parts.config.allocation == "contiguous":
+                msg = "--live shows blocks, which --allocation contiguous has none of"
+                raise InputError(msg)
+            shown = live_trace(path, parts.workload.size, parts.header())
+            trace = stack.enter_context(shown)
+        elif path is not None:
+            trace = stack.enter_context(Trace(path, **parts.header()))
         written = metrics_file(
             given["prometheus"], parts.workload, given["trace"], as_json=given["as_json"]
         )

@@ -156,8 +156,8 @@ HEADINGS = {
     "Policies": ("eviction", "scheduler", "prefix", "retention", "budget", "latency", "seed"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
-        *("residency", "trace", "out", "csv", "step_times", "export", "prometheus", "as_json"),
-        *("at", "picture", "plot_axis"),
+        *("residency", "trace", "out", "live", "csv", "step_times", "export", "prometheus"),
+        *("as_json", "at", "picture", "plot_axis"),
     ),
     REST: (),
 }

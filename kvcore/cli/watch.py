@@ -16,7 +16,7 @@ from kvcore.cli.verb import results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
 from kvcore.trace import TraceReader
-from kvcore.units import parse_seconds
+from kvcore.units import NS_PER_S, parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.cli.live import Player
@@ -83,7 +83,7 @@ def watch(
     A trace that is still being written (as FILE.part, by another process) is followed until
     its end. Where stdout is no terminal, a line is printed from time to time.
     """
-    from kvcore.cli.live import NS_PER_S, Player, display  # noqa: PLC0415 - `--help` does without
+    from kvcore.cli.live import Player, display  # noqa: PLC0415 - `--help` does without
 
     if not every:
         msg = "--every 0: give the seconds between two lines"
@@ -148,7 +148,7 @@ class _Follower(TraceReader):
         self._idle = idle
 
     def _open(self) -> BinaryIO:
-        return _GrowingFile(self.file, self._idle)  # type: ignore[return-value]  # a raw file
+        return _GrowingFile(self.file, self._idle)
 
 
 class _GrowingFile(io.FileIO):

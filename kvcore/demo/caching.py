@@ -490,6 +490,27 @@ class CachingReport:
             f"paged one takes a block of {counted(self.block_size, 'token')} when it needs one."
         )
 
+    def plot(self, form: str) -> bytes:
+        """Return a plot as `png` or `svg` bytes: step times and K/V, over the output.
+
+        Raises:
+            PluginError: matplotlib is not installed.
+        """
+        from kvcore.report.charts import Chart, Panel  # noqa: PLC0415 - for plots alone
+
+        ends = [end for _, end in _bounds(len(self.generations[0].tokens), _BARS)]
+        times, sizes = {}, {}
+        for each in self.generations:
+            medians = _medians(each.step_seconds, _BARS)
+            times[each.cache] = list(zip(ends, medians, strict=True))
+            sizes[each.cache] = [(end, each.step_kv_bytes[end - 1]) for end in ends]
+        panels = [
+            Panel("time of a step, median", times, format_seconds),
+            Panel("K/V held", sizes, lambda held: format_bytes(int(held))),
+        ]
+        title, across = self.headline.partition(".\n")[0], "generated token"
+        return Chart(title, self.headline, across, panels, logarithmic=False).plot(form)
+
     @property
     def time_headers(self) -> list[str]:
         """Headers of the times: ranges of the output."""

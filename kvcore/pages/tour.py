@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -22,6 +22,7 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.demo.caching import DTYPE
+from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.engine import run
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
@@ -33,9 +34,6 @@ from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import CacheState, Trace, decode_runs
-
-if TYPE_CHECKING:
-    from kvcore.trace.events import Event
 
 BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""
@@ -60,7 +58,7 @@ def tour_page() -> bytes:
     return Page(
         title="A tour of the KV cache",
         body=body,
-        scripts=["tour.js"],
+        scripts=["tour-memory.js", "tour.js"],
         styles=["tour.css"],
         data={"tour": tour()},
     ).render()
@@ -101,7 +99,7 @@ def _caching() -> dict[str, Any]:
         "layers": spec.layers,
         "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "number_bytes": 8,
+        "number_bytes": BYTES_PER_NUMBER[DTYPE],
         "caches": [
             {
                 "cache": each.cache,
@@ -174,7 +172,7 @@ class _Traced:
             work(trace)
         return cls(file.getvalue().decode())
 
-    def events(self) -> Iterator[tuple[str, Event, CacheState]]:
+    def events(self) -> Iterator[tuple[str, Any, CacheState]]:
         """Yield each line between HEADER and END, its event, and the cache after it."""
         from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
 
@@ -201,7 +199,7 @@ _TEXTS = {
     "B": f"{_SYSTEM} Count to ten . Begin",
     "C": f"{_SYSTEM} Count to ten . Slowly",
 }
-_ANSWERS = {"A": "Apple is mine", "A′": "Pear of course", "B": "One two"}
+_ANSWERS = {"A": "Apple is mine", "A2": "Pear of course", "B": "One two"}
 _SHARED_POOL = 12
 
 
@@ -239,19 +237,19 @@ def _sharing() -> dict[str, Any]:
 
         begin("A")
         begin("B")
-        open_["A′"] = cache.fork(open_["A"], cache.now + 1)
+        open_["A2"] = cache.fork(open_["A"], cache.now + 1)
         done()
-        write("A′", 1)
+        write("A2", 1)
         write("A", 3)
-        write("A′", 2)
-        for name in ("A", "A′", "B"):
+        write("A2", 2)
+        for name in ("A", "A2", "B"):
             end(name)
         begin("C")
         end("C")
 
     traced = _Traced.of(work)
     for name, answer in _ANSWERS.items():
-        texts[name] = texts.get(name, texts["A"][: len(_TEXTS["A"].split())]) + answer.split()
+        texts[name] = _TEXTS.get(name, _TEXTS["A"]).split() + answer.split()
     return {
         "blocks": _SHARED_POOL,
         "block_size": BLOCK,
@@ -274,7 +272,7 @@ def _sharing_frames(
         if event.event in ("HIT", "MISS"):
             names[event.seq] = str(event.request)
         elif event.event == "FORK":
-            names[event.child] = f"{names[event.seq]}′"
+            names[event.child] = f"{names[event.seq]}2"
         tables = {number: list(seq.table()) for number, seq in state.sequences.items()}
         shared = {block for span in state.spans.values() for block in span.ids}
         for number, table in tables.items():
@@ -291,7 +289,7 @@ def _sharing_frames(
         }
         yield {
             "line": line,
-            "say": _sharing_sentence(event, state, names, holders, before),
+            "say": str(_Sentence(event, state, names, holders, before)),
             "fresh": _touched(event, state),
             "pool": [
                 {
@@ -312,98 +310,132 @@ def _sharing_frames(
         }
 
 
-def _touched(event: Event, state: CacheState) -> list[int]:
+def _touched(event: Any, state: CacheState) -> list[int]:
     """Return the blocks that a line is about."""
     name = event.event
-    if name == "HIT":
-        return list(state.sequences[event.seq].table())
-    if name == "COMMIT":
-        return list(state.sequences[event.seq].table()[event.first :][: event.blocks])
     if name == "COPY":
         return [event.source, event.to]
-    if name == "FORK":
-        return list(state.sequences[event.child].table())
-    return _ids(event.runs) if name in ("ALLOC", "FREE") else []
+    if name in ("ALLOC", "FREE"):
+        return _ids(event.runs)
+    if name not in ("HIT", "COMMIT", "FORK"):
+        return []
+    table = list(state.sequences[event.child if name == "FORK" else event.seq].table())
+    return table[event.first :][: event.blocks] if name == "COMMIT" else table
 
 
-def _sharing_sentence(
-    event: Event,
-    state: CacheState,
-    names: Mapping[int, str],
-    holders: Mapping[int, Sequence[str]],
-    before: Mapping[int, int],
-) -> str:
-    """Return what a line says, for somebody who hears of blocks for the first time.
+@attrs.frozen
+class _Sentence:
+    """What a line of the trace says, for somebody who hears of blocks for the first time.
 
-    `before` is how many tokens each sequence had before the call that wrote the line.
+    Attributes:
+        event: the event of the line.
+        state: the cache after it.
+        names: of the sequences, by id.
+        holders: the names of those that have each block in their tables.
+        before: how many tokens each sequence had before the call that wrote the line.
     """
-    name = event.event
-    if name == "REQUEST":
-        full, rest = divmod(event.prompt, BLOCK)
+
+    event: Any
+    state: CacheState
+    names: Mapping[int, str]
+    holders: Mapping[int, Sequence[str]]
+    before: Mapping[int, int]
+
+    def __str__(self) -> str:
+        """Return the sentence: each kind of event has its method."""
+        told: str = getattr(self, self.event.event.lower())()
+        return told
+
+    @property
+    def _who(self) -> str:
+        return self.names[self.event.seq]
+
+    def _table(self) -> list[int]:
+        return list(self.state.sequences[self.event.seq].table())
+
+    def request(self) -> str:
+        """Return what arrives."""
+        full, rest = divmod(self.event.prompt, BLOCK)
         return (
-            f"Request {event.id} arrives with {event.prompt} tokens: {full} full blocks of "
-            f"{BLOCK}, and {rest} more. Each full block gets a key: a hash of its text and of "
-            "all text before it."
+            f"Request {self.event.id} arrives with {self.event.prompt} tokens: {full} full "
+            f"blocks of {BLOCK}, and {rest} more. Each full block gets a key: a hash of its "
+            "text and of all text before it."
         )
-    who = names[event.seq]
-    if name == "HIT":
-        blocks = _listed(state.sequences[event.seq].table())
+
+    def hit(self) -> str:
+        """Return what is found."""
+        count = self.event.blocks
         return (
-            f"A hit: {who} begins with the same {event.blocks * BLOCK} tokens, so the keys of "
-            f"its first {event.blocks} blocks are known. Its table gets {blocks} as well. "
-            "Nothing is computed for them, and they lie in memory once."
+            f"A hit: {self._who} begins with the same {count * BLOCK} tokens, so the keys of "
+            f"its first {count} blocks are known. Its table gets {_listed(self._table())} as "
+            "well. Nothing is computed for them, and they lie in memory once."
         )
-    if name == "MISS":
-        if event.block:
-            why = (
-                "nobody has computed that text yet"
-                if event.why == "absent"
-                else "it is the last one, and not full: such a block has no key"
+
+    def miss(self) -> str:
+        """Return what is not found, and why."""
+        who, first = self._who, self.event.block
+        if not first:
+            return (
+                f"A miss: the pool has nothing of {who}'s text yet. All of it must be computed."
             )
-            return f"From its block {event.block + 1} on, {who} misses: {why}."
-        return f"A miss: the pool has nothing of {who}'s text yet. All of it must be computed."
-    if name == "ALLOC":
-        taken = _listed(_ids(event.runs))
-        if event.seq in before:
-            last = state.sequences[event.seq].table()[event.first - 1]
-            room = f"Block {last} is full, so it gets {taken}."
-            if before[event.seq] % BLOCK:
-                room = (
-                    f"Nobody else holds block {last} any more, so it fills that without a copy; "
-                    f"for the rest it gets {taken}."
-                )
-            return f"{who} writes on. {room}"
+        why = "it is the last one, and not full: such a block has no key"
+        if self.event.why == "absent":
+            why = "nobody has computed that text yet"
+        return f"From its block {first + 1} on, {who} misses: {why}."
+
+    def alloc(self) -> str:
+        """Return which blocks are taken, for a prompt or for what is written."""
+        who, seq = self._who, self.event.seq
+        taken = _listed(_ids(self.event.runs))
+        if seq not in self.before:
+            return (
+                f"{who} gets {taken} from the pool, for the text that it has yet to compute. "
+                "Its block table says where each part of its text lies."
+            )
+        last = self._table()[self.event.first - 1]
+        if self.before[seq] % BLOCK == 0:
+            return f"{who} writes on. Block {last} is full, so it gets {taken}."
         return (
-            f"{who} gets {taken} from the pool, for the text that it has yet to compute. Its "
-            "block table says where each part of its text lies."
+            f"{who} writes on. Nobody else holds block {last} any more, so it fills that "
+            f"without a copy; for the rest it gets {taken}."
         )
-    if name == "COMMIT":
-        blocks = _listed(state.sequences[event.seq].table()[event.first :][: event.blocks])
+
+    def commit(self) -> str:
+        """Return which blocks have a key now."""
+        blocks = _listed(_touched(self.event, self.state))
         return (
-            f"The model has computed {who}'s tokens. What is full, {blocks}, is entered under its "
-            "key: from now on whoever begins with the same text can use it."
+            f"The model has computed {self._who}'s tokens. What is full, {blocks}, is entered "
+            "under its key: from now on whoever begins with the same text can use it."
         )
-    if name == "FORK":
+
+    def fork(self) -> str:
+        """Return who shares all blocks."""
         return (
-            f"{who} is to have two answers, so it is forked: {names[event.child]} gets a table "
-            "with the very same blocks. Nothing is copied, nothing is allocated."
+            f"{self._who} is to have two answers, so it is forked: "
+            f"{self.names[self.event.child]} gets a table with the very same blocks. Nothing "
+            "is copied, nothing is allocated."
         )
-    if name == "COPY":
-        other = " and ".join(holders[event.source])
+
+    def copy(self) -> str:
+        """Return which block is copied, and why."""
+        who, source = self._who, self.event.source
         return (
-            f"Copy-on-write: {who} is about to write into block {event.source}, which {other} "
-            f"holds too. So {who} gets a copy of its own, block {event.to}, and writes there. "
-            "The full blocks before it stay shared."
+            f"Copy-on-write: {who} is about to write into block {source}, which "
+            f"{' and '.join(self.holders[source])} holds too. So {who} gets a copy of its own, "
+            f"block {self.event.to}, and writes there. The full blocks before it stay shared."
         )
-    freed = _ids(event.runs)
-    gone = "Nothing is free by that"
-    if freed:
-        are = "are" if len(freed) > 1 else "is"
-        gone = f"What only {who} needed, {_listed(freed)}, {are} free again"
-    return (
-        f"{who} has its answer and ends. {gone}. Blocks with a key stay cached, for requests to "
-        "come."
-    )
+
+    def free(self) -> str:
+        """Return what is free, and what stays cached."""
+        freed = _ids(self.event.runs)
+        gone = "Nothing is free by that"
+        if freed:
+            are = "are" if len(freed) > 1 else "is"
+            gone = f"What only {self._who} needed, {_listed(freed)}, {are} free again"
+        return (
+            f"{self._who} has its answer and ends. {gone}. Blocks with a key stay cached, for "
+            "requests to come."
+        )
 
 
 def _listed(blocks: Sequence[int]) -> str:
@@ -420,14 +452,18 @@ _CASES = (
     (
         "Passers-by",
         "PPPDEFPGP",
-        "One prompt, P, is asked for again and again; the others pass by once. LRU forgets how "
-        "often P was used, and gives it up for prompts that never return.",
+        (
+            "One prompt, P, is asked for again and again; the others pass by once. LRU forgets "
+            "how often P was used, and gives it up for prompts that never return."
+        ),
     ),
     (
         "A change of subject",
         "PPPDEDEDE",
-        "P was asked for often, but is over; D and E take turns now. LFU holds on to old fame, "
-        "and lets D and E push each other out.",
+        (
+            "P was asked for often, but is over; D and E take turns now. LFU holds on to old "
+            "fame, and lets D and E push each other out."
+        ),
     ),
 )
 _POLICIES = ("lru", "lfu")
@@ -502,7 +538,7 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
 
 
 def _next_miss(label: str, prompts: str, turn: int) -> int | None:
-    """Return the number of the next request that needed the block `label`; None: no later one."""
+    """Return the number of the next request for the block `label`; None: there is none."""
     later = enumerate(prompts[turn + 1 :], turn + 2)
     return next((number for number, prompt in later if prompt == label[0]), None)
 
@@ -510,8 +546,8 @@ def _next_miss(label: str, prompts: str, turn: int) -> int | None:
 # Retention.
 
 _STORY = (
-    "Once upon a time there was a town and its code : tulip . The sun rose , birds sang and rain "
-    "fell slowly . The code :"
+    "Once upon a time there was a town and its code : tulip . The sun rose , birds sang and "
+    "rain fell slowly . The code :"
 )
 _STORY_OUTPUT = 4
 _STORY_POOL = 12
@@ -534,7 +570,7 @@ def _window() -> dict[str, Any]:
 
 
 def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
-    """Run the story on tensors under a policy, and the same calls on a cache alone, line by line."""
+    """Run the story on tensors under a policy, and the same calls on a cache alone."""
     generator = resolve("generator", "induction")
     ids = word_tokens(_STORY, generator.vocabulary)
     spelt = dict(zip(ids, _STORY.split(), strict=True))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvcore.files import file_bytes
 from kvcore.pages.differences import find_differences
 from kvcore.pages.playback import Playback
 from kvcore.pages.shell import Page
@@ -13,7 +14,7 @@ from kvcore.progress import Progress, silent
 
 SCRIPTS = (
     *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
-    *("tree.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
+    *("tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
 """Of the page, in the order in which one needs another."""
 
@@ -31,7 +32,7 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
     names = _names([Path(file) for file in files])
     sides = []
     for file in files:
-        with progress(f"reading {Path(file).name}", None) as tick:
+        with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
             sides.append(Playback(file, tick))
     title = " and ".join(names)
     note = ""
@@ -44,7 +45,7 @@ def view_page(files: Sequence[str | os.PathLike[str]], *, progress: Progress = s
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
         data |= {f"side{number}-{name}": raw for name, raw in side.columns().items()}
-    return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
+    return Page(title, "<main></main>", SCRIPTS, ["view.css", "serving.css"], data).render()
 
 
 def _names(files: Sequence[Path]) -> list[str]:

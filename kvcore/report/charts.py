@@ -72,6 +72,7 @@ class Chart:
         across: what the axis is, with its unit.
         panels: what is drawn over it.
         place: writes a value of the axis.
+        logarithmic: whether the axis may be, if its values are far apart.
     """
 
     title: str
@@ -79,6 +80,7 @@ class Chart:
     across: str
     panels: Sequence[Panel]
     place: Callable[[float], str] = format_number
+    logarithmic: bool = True
 
     def plot(self, form: str, *, small: bool = False) -> bytes:
         """Return the chart as `png` or `svg` bytes; a `small` one is the first panel alone.
@@ -101,7 +103,10 @@ class Chart:
             points = [at for points in panel.lines.values() for at, _ in points]
             if len(set(points)) > 1:
                 _lines(axes, panel)
-                _scale(axes, sorted(set(points)), self.place)
+                places = sorted(set(points))
+                if self.logarithmic and places[0] > 0 and places[-1] / places[0] >= DECADE:
+                    axes.set_xscale("log")
+                _ticks(axes, places, self.place)
                 axes.set_xlabel(self.across)
                 axes.set_ylabel(panel.label)
             else:
@@ -113,7 +118,7 @@ class Chart:
         figure.suptitle(printable(self.title), x=0.01, ha="left", fontsize=10)
         if panels is self.panels:
             width = int(CAPTION * figure.get_figwidth())
-            text = fill(printable(self.caption), width)
+            text = fill(printable(" ".join(self.caption.splitlines())), width)
             figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color=GREY)
 
 
@@ -190,10 +195,8 @@ def _is_bound(name: str) -> bool:
     return re.split("[:,]| ", name)[0] in Belady.names
 
 
-def _scale(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
-    """Scale the axis across, with a tick at each of some places."""
-    if places[0] > 0 and places[-1] / places[0] >= DECADE:
-        axes.set_xscale("log")
+def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
+    """Give the axis across a tick at each of some places, or at every few of many."""
     step = -(-len(places) // DECADE)
     ticks = places[::-step][::-1]
     axes.set_xticks(ticks, [text(tick) for tick in ticks])

@@ -8,6 +8,7 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.analysis.timeline import TimelineBuilder
+from kvcore.report.tables import counted
 from kvcore.trace import CacheState, events
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -186,7 +187,7 @@ def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
     """Return what is said of an event, and of others that are of one kind with it."""
     match event:
         case events.Request():
-            text = f"request {event.id} arrives: {event.prompt:,} tokens"
+            text = f"request {event.id} arrives: {counted(event.prompt, 'token')}"
         case events.Hit() | events.Miss():
             hit, lookup = getattr(event, "blocks", 0), state.requests[event.request].lookup
             again = " again" if event.again else ""
@@ -200,26 +201,26 @@ def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
         case events.Resume():
             text = f"request {event.request} runs again"
         case events.Finish():
-            text = f"request {event.request} finished: {event.output:,} tokens"
+            text = f"request {event.request} finished: {counted(event.output, 'token')}"
         case events.Reject():
             text = f"request {event.request} rejected: {event.why}"
         case events.LoadStart():
             text = f"request {event.request} waits for {event.blocks:,} blocks of {event.tier}"
         case events.Evict():
-            blocks = sum(run_blocks(each.runs) for each in group)
+            blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
             how = "evicted" if event.reason == "capacity" else "expired"
             age = format_seconds(event.age / NS_PER_S)
-            text = f"{blocks:,} blocks {how} for request {event.requester}, aged {age}"
+            text = f"{blocks} {how} for request {event.requester}, aged {age}"
         case _:
-            blocks = sum(run_blocks(each.runs) for each in group)
-            text = f"{blocks:,} blocks dropped by the retention policy"
+            blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
+            text = f"{blocks} dropped by the retention policy"
     return text
 
 
-def _kind(event: events.Event) -> tuple[int, object]:
+def _kind(event: events.Event) -> object:
     """Return what events have in common of which is told as one."""
     together = isinstance(event, (events.Evict, events.Drop))
-    return event.t, getattr(event, "requester", event.event) if together else event
+    return (event.t, getattr(event, "requester", None)) if together else event
 
 
 def clock(time: int) -> str:

@@ -97,7 +97,7 @@ class RequestReport:
         prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
         return (
             f"from token {first:,} to {end:,} ({counted(end - first, 'token')}, {prefill} of "
-            f"prefill): {_spaced(losses[0].category)}. {self._why(losses)}"
+            f"prefill): {spaced(losses[0].category)}. {self._why(losses)}"
         )
 
     def _why(self, losses: list[MissSegment]) -> str:
@@ -240,7 +240,7 @@ class SummaryReport:
         rows = []
         for name, lost in self.summary.categories.items():
             if lost.tokens:
-                rows.append(self._row(_spaced(name), lost, CATEGORIES[name]))
+                rows.append(self._row(spaced(name), lost, CATEGORIES[name]))
             if name == "compulsory":
                 rows += [
                     self._row(f"  {way}", part, WAYS[way])
@@ -365,5 +365,6 @@ def _moment(ns: int) -> str:
     return f"{round(seconds, 3):.12g} s" if seconds >= 1 else format_seconds(seconds)
 
 
-def _spaced(name: str) -> str:
+def spaced(name: str) -> str:
+    """Return the name of a category in words."""
     return name.replace("_", " ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from math import ceil, floor, log10
@@ -98,7 +99,9 @@ def picture(
     from matplotlib import rc_context  # noqa: PLC0415 - as above
 
     file = io.BytesIO()
-    with rc_context(STYLE):
+    with rc_context(STYLE), warnings.catch_warnings():
+        # A name may be in any script: what the font lacks is a box.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure = module.Figure(figsize=inches, layout="constrained")
         fill(figure)
         metadata = {"Date": None} if form == "svg" else None

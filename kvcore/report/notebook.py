@@ -32,8 +32,8 @@ from kvcore.report.whatif import WhatIfReport
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
 
-ROWS = 20
-"""Rows of a table, at most: `to_frame()` has all."""
+ROWS, SIZES = 40, 16
+"""Rows of a table, and of one of curves, at most."""
 
 PLOT = "max-width: 100%; width: 640px; background: white"
 
@@ -61,7 +61,7 @@ def html(result: object) -> str:
     head = _row("th", shown.headers)
     body = "".join(_row("td", row) for row in rows[:ROWS])
     more = len(rows) - ROWS
-    rest = f"<p>{counted(more, 'more row')}; to_frame() has all.</p>" if more > 0 else ""
+    rest = f"<p>{counted(more, 'more row')}.</p>" if more > 0 else ""
     table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>" if rows else ""
     told = "".join(f"<p>{escape(line)}</p>" for line in shown.told.splitlines())
     return f"<div>{told}{table}{rest}{_picture(shown)}</div>"
@@ -116,7 +116,7 @@ def _(result: Curves) -> View:
         return View(report.headline, [], [])
     headers, rows = report.headers, list(report.rows)
     # So many sizes make a line, and a long table: some of them, with the last.
-    step = -(-len(rows) // ROWS)
+    step = -(-len(rows) // SIZES)
     return View(report.headline, headers, rows[::-step][::-1], lambda f: mrc.plot(report, f))
 
 

@@ -51,7 +51,8 @@ class PerfettoTrace:
     Attributes:
         trace: the file.
         tick: called with the bytes of the trace that are read.
-        requests, tracks, evictions, events: how many of each were yielded so far.
+        requests, tracks, evictions: number of each that were yielded so far.
+        written: number of events that were.
     """
 
     trace: str | os.PathLike[str]
@@ -59,7 +60,7 @@ class PerfettoTrace:
     requests: int = 0
     tracks: int = 0
     evictions: int = 0
-    events: int = 0
+    written: int = 0
     _builder: TimelineBuilder = attrs.field(init=False)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -74,7 +75,7 @@ class PerfettoTrace:
         for event in self._all():
             if before:
                 yield before + b",\n"
-            self.events += 1
+            self.written += 1
             before = event
         yield before + b"\n],\n"
         header = self._builder.state.header.as_dict()

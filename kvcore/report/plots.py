@@ -64,7 +64,7 @@ PHASES = {
 DECADES = 1e5
 """How many times as long as the shortest time of a logarithmic axis the longest is, at most."""
 
-THIN = 0.1
+THIN = 0.13
 """The share of the height below which a band has no room for its name."""
 
 PLACES = 100

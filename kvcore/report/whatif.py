@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import isclose
 from typing import Any
 
@@ -14,6 +15,9 @@ from kvcore.report.tables import NONE, counted, plugin_text, setup, share
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"
+
+MANY = 10
+"""Times as much, from which a change is told as a factor."""
 
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
 
@@ -43,7 +47,7 @@ class WhatIfReport:
         if not names:
             lines.append("Run again as recorded: nothing was to be different.")
         for name in names:
-            old, new = (_config(config.get(name)) for config in (one, other))
+            old, new = (config_text(config.get(name)) for config in (one, other))
             lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
         if found.kvcore != found.here:
             lines.append(
@@ -67,7 +71,8 @@ class WhatIfReport:
     @property
     def rows(self) -> list[Row]:
         """Rows of the table of both runs, the most important first."""
-        return list(self._rows())
+        _, *runs = self._parts
+        return list(run_rows(runs, timed=self.whatif.timed))
 
     @property
     def verdict(self) -> str:
@@ -114,51 +119,57 @@ class WhatIfReport:
         hits = [f"{fate.hit_tokens:,}" for fate in fates]
         return [str(change.request), f"{change.prompt:,}", *hits, *times]
 
-    def _rows(self) -> Iterator[Row]:  # noqa: C901 - the rows, from top to bottom
-        found, *runs = self._parts
-        hits = [run.hit for run in runs]
-        for weight in ("block", "token", "request"):
-            ratios = [hit["ratio"][weight] for hit in hits]
-            yield _row(f"hit ratio by {weight}", ratios, share)
-        yield _row("blocks hit", [hit["hit_blocks"] for hit in hits], _count)
-        own = [hit["self_hit_blocks"] for hit in hits]
-        if any(own):
-            yield _row("own blocks found again", own, _count)
-        yield _row("blocks evicted", [run.evicted_blocks for run in runs], _count)
-        forgotten = [run.forgotten_blocks for run in runs]
-        if any(forgotten):
-            yield _row("blocks forgotten", forgotten, _count)
-        if any(run.compactions for run in runs):
-            yield _row("compactions", [run.compactions for run in runs], _count)
-            yield _row("tokens forgotten", [run.compacted_tokens for run in runs], _count)
-        if not found.timed:
-            return
-        for key, name in TIMES:
-            spreads = [getattr(run, key) or {} for run in runs]
-            for column in ("mean", "p50", "p99"):
-                times = [spread.get(column) for spread in spreads]
-                yield _row(f"{name}, {column}", times, format_seconds)
-        yield _row("generated tokens/s", [r.throughput_tokens_s for r in runs], format_number)
-        if any(run.goodput is not None for run in runs):
-            yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
-            yield _row("within the SLO", [run.slo_met for run in runs], share)
-        for how, name in (("pause", "paused"), ("recompute", "recomputed")):
-            yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
-        if any(run.config.get("tiers") for run in runs):
-            swaps = [run.preemptions["swap"] for run in runs]
-            yield _row("preempted, swapped", swaps, _count)
-            yield _row("tokens from tiers", [run.loaded_tokens for run in runs], _count)
-        yield _row("rejected", [run.rejected for run in runs], _count)
+
+def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[Row]:  # noqa: C901 - in order
+    """Yield the rows of a table of runs, the most important first.
+
+    A row has its name, the value of the first run, and of each other its value and how that
+    differs from the first.
+    """
+    hits = [run.hit for run in runs]
+    for weight in ("block", "token", "request"):
+        ratios = [hit["ratio"][weight] for hit in hits]
+        yield _row(f"hit ratio by {weight}", ratios, share)
+    yield _row("blocks hit", [hit["hit_blocks"] for hit in hits], _count)
+    own = [hit["self_hit_blocks"] for hit in hits]
+    if any(own):
+        yield _row("own blocks found again", own, _count)
+    yield _row("blocks evicted", [run.evicted_blocks for run in runs], _count)
+    forgotten = [run.forgotten_blocks for run in runs]
+    if any(forgotten):
+        yield _row("blocks forgotten", forgotten, _count)
+    if any(run.compactions for run in runs):
+        yield _row("compactions", [run.compactions for run in runs], _count)
+        yield _row("tokens forgotten", [run.compacted_tokens for run in runs], _count)
+    if not timed:
+        return
+    for key, name in TIMES:
+        spreads = [getattr(run, key) or {} for run in runs]
+        for column in ("mean", "p50", "p99"):
+            times = [spread.get(column) for spread in spreads]
+            yield _row(f"{name}, {column}", times, format_seconds)
+    yield _row("generated tokens/s", [r.throughput_tokens_s for r in runs], format_number)
+    if any(run.goodput is not None for run in runs):
+        yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
+        yield _row("within the SLO", [run.slo_met for run in runs], share)
+    for how, name in (("pause", "paused"), ("recompute", "recomputed")):
+        yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
+    if any(run.config.get("tiers") for run in runs):
+        swaps = [run.preemptions["swap"] for run in runs]
+        yield _row("preempted, swapped", swaps, _count)
+        yield _row("tokens from tiers", [run.loaded_tokens for run in runs], _count)
+    yield _row("rejected", [run.rejected for run in runs], _count)
 
 
 def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> Row:
-    before, after = values
+    before = values[0]
     cells = [NONE if value is None else write(value) for value in values]
-    return [name, *cells, _change(before, after, write)]
+    changes = [change_text(before, after, write) for after in values[1:]]
+    return [name, cells[0], *chain(*zip(cells[1:], changes, strict=True))]
 
 
-def _change(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
-    """Format a change: shares in points, counts as they are, other values in percent.
+def change_text(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
+    """Return a change in words: shares in points, counts as they are, other values in percent.
 
     `=` is the same, `≈` next to it.
     """
@@ -170,6 +181,8 @@ def _change(before: float | None, after: float | None, write: Callable[[Any], st
         return f"{after - before:+,}"
     if write is share:
         change = f"{100 * (after - before):+.1f} points"
+    elif before and after > MANY * before:
+        return f"{format_number(after / before)} times"
     elif before:
         change = f"{after / before - 1:+.1%}"
     else:
@@ -185,12 +198,12 @@ def _ttft(time: int | None) -> str:
     return NONE if time is None else format_seconds(time / NS_PER_S)
 
 
-def _config(value: Any) -> str:
+def config_text(value: Any) -> str:
     """Return a part of a configuration in the command line's form."""
     if value is None or value == []:
         return "none"
     if isinstance(value, list):
-        return ", ".join(map(_config, value))
+        return ", ".join(map(config_text, value))
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
         return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):

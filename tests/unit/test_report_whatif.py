@@ -5,6 +5,7 @@ import pytest
 
 from kvcore.analysis import Change, RequestOutcome, RunSummary, WhatIf
 from kvcore.report import WhatIfReport
+from kvcore.report.whatif import run_rows
 
 RATIOS = {"block": 0.25, "token": 0.2, "request": None}
 HIT = {"lookup_blocks": 40, "hit_blocks": 10, "self_hit_blocks": 0, "ratio": RATIOS}
@@ -175,3 +176,19 @@ def test_compactions_are_told_where_one_run_has_some():
     rows = {name: cells for name, *cells in report(UNTIMED, after).rows}
     assert rows["compactions"] == ["0", "2", "+2"]
     assert rows["tokens forgotten"] == ["0", "1,500", "+1,500"]
+
+
+def test_several_runs_differ_from_the_first():
+    """Each has its value and its change; more than ten times as much is a factor."""
+    runs = [
+        attrs.evolve(TIMED, throughput_tokens_s=speed, evicted_blocks=evicted)
+        for speed, evicted in ((100.0, 7), (4_200.0, 9), (None, 7))
+    ]
+    rows = {row[0]: row[1:] for row in run_rows(runs, timed=True)}
+    assert rows["generated tokens/s"] == ["100", "4,200", "42 times", "–", "–"]
+    assert rows["blocks evicted"] == ["7", "9", "+2", "7", "="]
+
+
+def test_one_run_has_no_changes():
+    """A row is its name and its value."""
+    assert {len(row) for row in run_rows([TIMED], timed=True)} == {2}

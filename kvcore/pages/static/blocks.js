@@ -106,7 +106,7 @@ class Holdings {
   }
 }
 
-const ORDERS = { id: "by block number", holder: "by place in the tree", use: "by last use" };
+const ORDERS = { id: "by block number", holder: "by place in the tree", use: "by last use, oldest last" };
 
 /** Ends of classes of times, in seconds: those that fit a trace. */
 function timeSteps(app, most) {
@@ -229,7 +229,7 @@ const MODES = {
       return {
         classes: [
           ...names.map((name, at) =>
-            blockClass(at ? name : `asked for in ${name}`, mixColours("blue", "panel", (0.75 * at) / names.length))),
+            blockClass(at ? name : `asked for in ${name}`, mixColours("blue", "panel", (0.9 * at) / names.length))),
           blockClass("asked for again, but the optimum does not keep it", theme.colour("yellow")),
           blockClass("never asked for again", mixColours("grey", "panel", 0.5)),
         ],
@@ -244,7 +244,7 @@ const MODES = {
               add(upto, never);
               continue;
             }
-            const wait = (times[contents.admitted[next]] - now) / NS.s;
+            const wait = (playback.requests.when[next] - now) / NS.s;
             const kept = Math.min(upto, requests.optimum[next]);
             add(kept, 1 + steps.filter((step) => wait >= step).length);
             if (kept < upto) add(upto, never - 1);
@@ -323,8 +323,9 @@ function prefixGroups(side, { holders }) {
 class Colouring {
   constructor(app) {
     this.app = app;
-    this.mode = "state";
-    this.order = "id";
+    // Without a clock nothing stays in use: what is worth seeing is what each block is still good for.
+    const untimed = app.sides.every(({ playback, contents }) => playback.header.mode === "untimed" && contents.complete);
+    [this.mode, this.order] = untimed ? ["next", "use"] : ["state", "id"];
     this.ranks = { request: new Ranks(), prefix: new Ranks() };
     this._holdings = new Map();
     this._views = new Map();
@@ -513,8 +514,12 @@ class Life {
 
   /** Return when a later row is: `in 3.2 s, at 12.300 s`. */
   _in(row) {
-    const { times, now } = this.side.playback;
-    return `in ${format.duration(times[row] - now)}, at ${format.moment(times[row])}`;
+    return this._at(this.side.playback.times[row]);
+  }
+
+  /** Return how far a moment is from now, and when that is. */
+  _at(time) {
+    return `in ${format.duration(time - this.side.playback.now)}, at ${format.moment(time)}`;
   }
 
   _state() {
@@ -565,7 +570,7 @@ class Life {
     const next = contents.nextUser(owner, position, row);
     if (next < 0) return "No later request asks for it.";
     const kept = contents.heldByOptimum(owner, position, row) ? "keeps it for that" : "does not keep it";
-    return `Asked for next by ${this._name(next)} ${this._in(contents.admitted[next])}; the optimum ${kept}.`;
+    return `Asked for next by ${this._name(next)} ${this._at(playback.requests.when[next])}; the optimum ${kept}.`;
   }
 
   _fate() {
@@ -581,7 +586,7 @@ class Life {
     const next = contents.nextUser(owner, this.position, row);
     // A request that is admitted later than the eviction asks for it.
     if (next < 0) return `${said}; nobody asks for it after that.`;
-    const wait = format.duration(playback.times[contents.admitted[next]] - playback.times[row]);
+    const wait = format.duration(playback.requests.when[next] - playback.times[row]);
     return `${said}; ${this._name(next)} asks for it ${wait} later.`;
   }
 

@@ -290,8 +290,8 @@ class TreePanel {
     const { tree, app, side } = this;
     const more = tree.leaves - tree.rows;
     const said = !tree.shown.length ? "Nothing is cached yet." : [
-      `Bars are coloured by ${MODES[this.colouring.mode].title}, as in the pool; the scale is of square roots. ● : sequences that use it. Hatched: private.`,
-      more ? `The largest first; not shown: ${format.counted(more, "more leaf")} with ${format.counted(tree.left, "block")}.`.replace("leafs", "leaves") : "",
+      `${format.counted(tree.leaves, "row")}, those with most blocks first. Bars are coloured by ${MODES[this.colouring.mode].title}, as in the pool; the scale is of square roots. ● : sequences that use it. Hatched: private.`,
+      more ? `Not shown: the last ${format.counted(more, "row")}, with ${format.counted(tree.left, "block")}.` : "",
     ].filter(Boolean).join(" ");
     this.note.textContent = said;
     if (app.playing) return;

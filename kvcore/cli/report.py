@@ -1,0 +1,44 @@
+"""`kvcore report`: a page with what was run, tables, charts, regret and miss reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvcore.cli.output import file_path, progress
+from kvcore.cli.verb import echo, verb
+from kvcore.files import atomic_file, input_path, refuse_overwrite
+from kvcore.units import DECIMAL, format_bytes
+
+
+@verb(
+    "kvcore report results -o report.html",
+    "kvcore report lru lfu compare.json -o report.html --title 'LRU or LFU?'",
+)
+@click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=click.Path())
+@click.option(
+    "-o", "--out", required=True, callback=file_path, metavar="FILE", help="File for the page."
+)
+@click.option(
+    "--title", metavar="TEXT", help="Title of the page.  [default: names the results]"
+)
+def report(*, results: tuple[str, ...], out: Path, title: str | None) -> None:
+    """Make a page that reports results: one file to send, which opens offline.
+
+    A RESULT is a folder that `simulate --out` or `run --out` wrote; a trace; the JSON that
+    compare, curve, plan, replay with what-if options, explain, quality or size print with
+    --json; or the table of a sweep. Each is recognised by what it holds. Several of one kind
+    are put side by side, and differ from the first.
+
+    Regret and miss reasons are told where there is a trace.
+    """
+    from kvcore.pages import report_page  # noqa: PLC0415 - `--help` does without
+
+    paths = [input_path(result) for result in results]
+    read = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
+    refuse_overwrite(out, read)
+    with atomic_file(out) as file:
+        page = report_page(paths, title=title, progress=progress)
+        file.buffer.write(page)
+    echo(f"{out}: {format_bytes(len(page), DECIMAL)}")

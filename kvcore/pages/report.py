@@ -1,0 +1,338 @@
+"""The page that reports results: what was run, tables, charts, regret, miss reasons."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from kvcore.errors import InputError
+from kvcore.extras import import_extra
+from kvcore.files import (
+    FOREIGN,
+    CutError,
+    DamageError,
+    as_path,
+    decompressed,
+    unreadable_reason,
+)
+from kvcore.pages.report_documents import Explained, Measured, Planned, Rerun, Sized, Swept
+from kvcore.pages.report_hits import Compared, Curved, Planed
+from kvcore.pages.report_parts import Document, Part, Result, command
+from kvcore.pages.report_runs import Run
+from kvcore.pages.shell import Page
+from kvcore.progress import Progress, silent
+from kvcore.report.tables import counted
+from kvcore.serving.result import REQUESTS, SUMMARY
+
+IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
+"""What makes a folder a result, in the order in which it is looked for."""
+
+EXPANSION = 64
+"""Bytes that a compressed byte of a document may expand to, past the first 16 MiB."""
+
+SCHEMA = 1
+
+FAULTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+"""What reading a document raises that lacks a field, or has another type there."""
+
+FEW = 2
+"""Results that are named in the title."""
+
+FORMS: Mapping[frozenset[str], Callable[[str, Document], Result]] = {
+    frozenset(keys.split()): read
+    for keys, read in {
+        "rows infinite workload count": Compared.of,
+        "curves infinite workload": Curved.of,
+        "points tier infinite": Planed.of,
+        "mode cells rows": Swept.of,
+        "plans limit setup": Planned.of,
+        "recorded rerun changes": Rerun.of,
+        "lost places optimum": Explained.of,
+        "losses request optimum": Explained.of,
+        "generator full_codec rows": Measured.of,
+        "kv tokens batch model": Sized.of,
+        "ttft_s pool hit": lambda name, summary: Run(name=name, summary=summary),
+    }.items()
+}
+"""How documents are read back, by the keys by which each is recognised."""
+
+OTHERS: Mapping[frozenset[str], str] = {
+    frozenset(keys.split()): told
+    for keys, told in {
+        "events lines header": "what `kvcore replay` says of a trace: give the trace itself",
+        "event n t": "a line of a trace, but not its first: give the whole trace",
+        "prompt_tokens bills": "a bill of an API's cache, of which there is no report: see its "
+        "table by `kvcore explain --price`",
+        "id arrival_s ttft_s": f"a {REQUESTS}: give the folder that `--out` wrote, with its "
+        f"{SUMMARY}",
+        "timestamp input_length": "a workload: give what came of it, as `kvcore simulate FILE "
+        "--out results`",
+        "schema run digest": "the journal of a sweep or a plan: give its table, or plan.json",
+    }.items()
+}
+"""What else is known by its keys, and what to give in its place."""
+
+NEEDED = (
+    "give a folder that `kvcore simulate --out` wrote, a trace, or the JSON that compare, "
+    "curve, sweep, plan, replay, explain, quality or size print with --json"
+)
+
+
+def report_page(
+    results: Iterable[str | os.PathLike[str]],
+    *,
+    title: str | None = None,
+    progress: Progress = silent,
+) -> bytes:
+    """Return a page that reports results, those of one kind side by side.
+
+    Equal results, given by equal names, make equal pages.
+
+    Args:
+        results: paths: folders that `simulate --out` or `run --out` wrote, traces, and the
+            JSON documents and tables of other commands, each recognised by its content.
+        title: of the page; None: says what there is.
+        progress: is told what is read.
+
+    Raises:
+        InputError: a path that is no result, or a document that is damaged; names it.
+        TraceError: a trace is damaged, or cut.
+        PluginError: plotly is not installed; or polars, for a table in Parquet.
+    """
+    paths = [as_path(path) for path in results]
+    found = [read_result(path, progress) for path in paths]
+    document = _document(found, [str(path) for path in paths], title)
+    body = '<main id="report"></main>'
+    data = {"report": document}
+    return Page(document["title"], body, ["report.js"], ["report.css"], data).render()
+
+
+def read_result(path: str | os.PathLike[str], progress: Progress = silent) -> Result:
+    """Read a result, whatever it is.
+
+    Raises:
+        InputError: it is none; says what it seems to be, and what to do.
+        TraceError: a trace is damaged, or cut.
+        PluginError: a table in Parquet, and polars is not installed.
+    """
+    file, name = as_path(path), str(path)
+    if file.is_dir():
+        return _folder(file, progress)
+    head = _head(file)
+    first = _json(head.split(b"\n", 1)[0])
+    if isinstance(first, dict) and first.get("event") == "HEADER":
+        return Run.of_trace(file, progress)
+    if head.startswith(b"PAR1"):
+        polars = import_extra("polars", "a table in Parquet needs polars", "lab")
+        try:
+            rows = polars.read_parquet(file).to_dicts()
+        except Exception as error:
+            msg = f"{file}: a damaged table in Parquet: {error}"
+            raise InputError(msg) from error
+        return _read(name, _swept(rows))
+    start = head.lstrip()[:1]
+    if start == b"{":
+        return _read(name, _parsed(file, first))
+    columns = head.split(b"\n", 1)[0].decode("utf-8", "replace").split(",")
+    if {"workload", "eviction", "error"} <= {column.strip() for column in columns}:
+        return _read(name, _swept(_cells(_whole(file))))
+    msg = f"{file}: {_seems(head, columns)}; {NEEDED}"
+    raise InputError(msg)
+
+
+def _folder(folder: Path, progress: Progress) -> Result:
+    """Read the result in a folder."""
+    known = next((folder / each for each in IN_FOLDERS if (folder / each).is_file()), None)
+    if known is None:
+        msg = f"{folder}: a folder without any of {', '.join(IN_FOLDERS)}; {NEEDED}"
+        raise InputError(msg)
+    if known.name != SUMMARY:
+        return read_result(known, progress)
+    with _naming(str(known)):
+        return Run.read(folder, _parsed(known, None), progress)
+
+
+def _head(file: Path) -> bytes:
+    """Return the first bytes of a file, decompressed."""
+    try:
+        with file.open("rb") as opened:
+            for piece in decompressed(opened, EXPANSION):
+                return piece
+    except DamageError:
+        with file.open("rb") as opened:
+            return opened.read(1 << 10)
+    except CutError:
+        pass
+    except OSError as error:
+        msg = f"{file}: cannot be read: {unreadable_reason(file, error)}"
+        raise InputError(msg) from error
+    return b""
+
+
+def _whole(file: Path) -> bytes:
+    """Return a file, decompressed."""
+    try:
+        with file.open("rb") as opened:
+            return b"".join(decompressed(opened, EXPANSION))
+    except (CutError, DamageError) as error:
+        msg = f"{file}: {error}"
+        raise InputError(msg) from error
+
+
+def _json(text: bytes) -> Any:
+    with suppress(ValueError):
+        return orjson.loads(text)
+    return None
+
+
+def _parsed(file: Path, first: Any) -> Document:
+    """Return the JSON object that a file is.
+
+    Raises:
+        InputError: it is cut off or damaged, or lines of objects that are known to be others.
+    """
+    try:
+        document = orjson.loads(_whole(file))
+    except ValueError as error:
+        if isinstance(first, dict):
+            msg = f"{file}: {_told(first)}"
+        else:
+            msg = f"{file}: no whole JSON document ({error}): write it again"
+        raise InputError(msg) from error
+    if not isinstance(document, dict):
+        msg = f"{file}: JSON, but no object; {NEEDED}"
+        raise InputError(msg)
+    return document
+
+
+def _read(name: str, document: Document) -> Result:
+    """Return the result that a document is.
+
+    Raises:
+        InputError: it is of no known form, of another schema, or lacks what its form has.
+    """
+    form = next((read for keys, read in FORMS.items() if keys <= document.keys()), None)
+    if form is None:
+        msg = f"{name}: {_told(document)}"
+        raise InputError(msg)
+    if document.get("schema") != SCHEMA:
+        msg = (
+            f"{name}: schema {document.get('schema')!r:.40}, and {SCHEMA} is read here: write "
+            "it again with this release"
+        )
+        raise InputError(msg)
+    with _naming(name):
+        return form(name, document)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turn what goes wrong with the fields of a document into an InputError that names it."""
+    try:
+        yield
+    except FAULTS as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        msg = (
+            f"{name}: a damaged result, or one of another release ({why:.200}): write it again"
+        )
+        raise InputError(msg) from error
+
+
+def _told(document: Document) -> str:
+    """Return what a JSON object that is no result seems to be, and what to do."""
+    for keys, told in OTHERS.items():
+        if keys <= document.keys():
+            return f"it seems to be {told}"
+    names = ", ".join(map(repr, [*document][:5])) or "nothing"
+    return f"JSON that is no result known here (with {names:.120}); {NEEDED}"
+
+
+def _seems(head: bytes, columns: Sequence[str]) -> str:
+    """Return what a file seems to be that is neither JSON nor a table of a sweep."""
+    if not head:
+        return "it is empty, or cut off"
+    for magic, (what, _) in FOREIGN.items():
+        if head.startswith(magic):
+            return f"it is {what}"
+    if {"eviction", "options", "blocks"} <= {*columns}:
+        return "the CSV of `kvcore compare` or `curve`, which leaves out what a report needs"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<svg")):
+        return "it is a page or a picture"
+    if head.startswith((b"\x89PNG", b"%PDF")):
+        return "it is a picture"
+    return "it is no result"
+
+
+def _cells(data: bytes) -> list[dict[str, Any]]:
+    """Return the rows of a sweep's CSV, numbers and truths read back; empty cells are None."""
+    rows = csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline=""))
+    return [{name: _value(text) for name, text in row.items()} for row in rows]
+
+
+def _value(text: str | None) -> Any:
+    if not text:
+        return None
+    if text in ("true", "false"):
+        return text == "true"
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(text)
+    return text
+
+
+def _swept(rows: list[dict[str, Any]]) -> Document:
+    """Return the document that a sweep's rows are of."""
+    mode = "simulate" if rows and "goodput" in rows[0] else "compare"
+    return {"schema": SCHEMA, "mode": mode, "cells": len(rows), "rows": rows}
+
+
+def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) -> Document:
+    """Return the page as its script draws it."""
+    labels = _labels(paths)
+    parts = []
+    for result, path in zip(found, paths, strict=True):
+        with _naming(path):
+            parts.append([*result.parts()])
+    kinds: dict[type[Result], list[int]] = {}
+    for place, result in enumerate(found):
+        kinds.setdefault(type(result), []).append(place)
+    told: list[dict[str, Any]] = []
+    for kind, places in kinds.items():
+        side: list[Part] = []
+        if len(places) > 1:
+            with _naming(", ".join(paths[place] for place in places)):
+                side += kind.together(
+                    [found[place] for place in places], [labels[place] for place in places]
+                )
+        if side:
+            told.append({"title": f"{kind.plural} side by side", "parts": side})
+        told += [
+            {"title": f"{kind.kind}: {labels[place]}", "parts": parts[place]}
+            for place in places
+        ]
+    if title is None:
+        few = len(labels) <= FEW
+        title = f"Report: {' and '.join(labels) if few else counted(len(labels), 'result')}"
+    return {
+        "title": title,
+        "about": f"Of {counted(len(found), 'result')}: {', '.join(labels)}.",
+        "sections": [{"id": f"result-{n}", **each} for n, each in enumerate(told, 1)],
+        "command": command("report", *paths),
+    }
+
+
+def _labels(paths: Sequence[str]) -> list[str]:
+    """Return the shortest ends of paths that tell them apart."""
+    parts = [Path(path).parts or (path,) for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        labels = [str(Path(*each[-length:])) for each in parts]
+        if len(set(labels)) == len(set(paths)):
+            return labels
+    return [*paths]

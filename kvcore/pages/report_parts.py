@@ -1,0 +1,347 @@
+"""What a report consists of, as its script draws it: headings, sentences, tables, charts."""
+
+from __future__ import annotations
+
+import shlex
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import attrs
+
+from kvcore.plugins.options import as_text
+from kvcore.report.tables import plugin_text
+from kvcore.report.whatif import config_text
+from kvcore.units import NS_PER_S, format_number, format_seconds
+
+Document: TypeAlias = Mapping[str, Any]
+Section: TypeAlias = str | tuple[Sequence[str], Iterable[Sequence[object]], Iterable[str]]
+"""Sentences, or the headers of a table, its rows, and the headers that are flush right."""
+
+Part: TypeAlias = dict[str, Any]
+"""A part of a page as JSON: `kind` says which, and report.js what else it has."""
+
+DASHES = ("solid", "dash", "dot")
+
+COLOURS = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
+"""Names in shell.css, in the order in which lines take them."""
+
+MOST_ROWS = 24
+"""Rows of the table that says in numbers what a chart shows."""
+
+QUANTILES = 200
+"""Steps of the line of a distribution."""
+
+PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+"""Rows of its table."""
+
+WRITERS: Mapping[str, Callable[[float], str]] = {
+    "s": format_seconds,
+    "%": lambda share: f"{share:.1f}%",
+    "": lambda number: f"{number:,}" if type(number) is int else format_number(number),
+}
+"""How a value is written, by its unit."""
+
+
+@attrs.frozen
+class Axis:
+    """An axis of a chart.
+
+    Attributes:
+        title: what it shows; its unit too, where that is none of `WRITERS`.
+        unit: one of `WRITERS`.
+        log: whether it is logarithmic.
+    """
+
+    title: str
+    unit: str = ""
+    log: bool = False
+
+
+@attrs.frozen
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        name: its label.
+        x, y: its points, by ascending `x`.
+        colour: one of `COLOURS`, `ink` or `soft`.
+        dash: `solid`, `dash` or `dot`.
+        step: whether a value holds until the next point.
+        points: whether the points are marked.
+        area: whether it is the upper edge of an area, on the one before.
+        label_at: the point that its name stands at.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: str
+    dash: str = "solid"
+    step: bool = False
+    points: bool = False
+    area: bool = False
+    label_at: int = -1
+
+
+def heading(text: str) -> Part:
+    """Return a heading below that of the section."""
+    return {"kind": "heading", "text": text}
+
+
+def sentences(text: str, kind: str = "text") -> list[Part]:
+    """Return a paragraph for each line: of `text`, a `warning`, or a `command`."""
+    return [{"kind": kind, "text": line} for line in text.splitlines() if line]
+
+
+def table(
+    caption: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Iterable[str] | None = None,
+) -> list[Part]:
+    """Return a table, or nothing where there are no rows.
+
+    `right` are the headers of columns that are flush right; None: all but the first.
+    """
+    cells = [list(map(str, row)) for row in rows]
+    flush = set(headers[1:] if right is None else right)
+    columns = [place for place, header in enumerate(headers) if header in flush]
+    part = {"kind": "table", "caption": caption, "headers": [*headers], "rows": cells}
+    return [{**part, "right": columns}] if cells else []
+
+
+def chart(
+    title: str,
+    about: str,
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line],
+    *,
+    top: float | None = None,
+    marks: Iterable[tuple[float, str]] = (),
+    numbers: Part | None = None,
+) -> list[Part]:
+    """Return a chart with its numbers as a table, or nothing where there is no point.
+
+    Args:
+        title: its heading.
+        about: a sentence on what it shows, for who does not see it too.
+        x: the horizontal axis.
+        y: the vertical axis.
+        lines: what is drawn.
+        top: where the vertical axis ends; None: a little above the highest point.
+        marks: values of `x` that get a vertical line, with its label.
+        numbers: the table; None: the values of the lines at up to `MOST_ROWS` of their points.
+    """
+    if x.log:
+        lines = [_positive(line) for line in lines]
+    drawn = [attrs.asdict(line) | {"x": [*line.x], "y": [*line.y]} for line in lines if line.x]
+    if not drawn:
+        return []
+    if numbers is None:
+        numbers = _numbers(x, y, lines)
+    return [
+        {
+            "kind": "chart",
+            "title": title,
+            "about": about,
+            "x": attrs.asdict(x),
+            "y": attrs.asdict(y),
+            "lines": drawn,
+            "top": top,
+            "marks": [{"at": at, "text": text} for at, text in marks],
+            "numbers": numbers,
+        }
+    ]
+
+
+def bars(
+    title: str,
+    about: str,
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[float]],
+    written: Callable[[float], str],
+) -> list[Part]:
+    """Return a chart of a bar for each name and group; `written` labels it."""
+    texts = {group: list(map(written, values)) for group, values in groups.items()}
+    headers = ["", *groups]
+    rows = [[name, *(texts[group][at] for group in groups)] for at, name in enumerate(names)]
+    series = [
+        {"name": group, "values": [*values], "texts": texts[group], "colour": colour}
+        for (group, values), colour in zip(groups.items(), COLOURS, strict=False)
+    ]
+    numbers = next(iter(table("", headers, rows)), None)
+    shown = {"kind": "bars", "title": title, "about": about, "names": [*names]}
+    return [{**shown, "series": series, "numbers": numbers}] if rows else []
+
+
+def distributions(
+    title: str, about: str, x: Axis, samples: Mapping[str, Iterable[float]], **more: Any
+) -> list[Part]:
+    """Return a chart of cumulative distributions: the share of samples at or below a value."""
+    ordered = {name: sorted(values) for name, values in samples.items()}
+    ordered = {name: values for name, values in ordered.items() if values}
+    lines = []
+    for place, (name, values) in enumerate(ordered.items()):
+        steps = min(len(values), QUANTILES)
+        ranks = [-(-step * len(values) // steps) for step in range(1, steps + 1)]
+        shares = [100 * rank / len(values) for rank in ranks]
+        # Names at different heights, where lines that are alike do not hide them.
+        height = (place + 1) / (len(ordered) + 1)
+        colour = COLOURS[place % len(COLOURS)]
+        at = min(int(height * steps), steps - 1)
+        xs = [values[rank - 1] for rank in ranks]
+        lines.append(Line(name, xs, shares, colour, step=True, label_at=at))
+    write = WRITERS[x.unit]
+    rows = [
+        [f"{percent}%", *(write(v[-(-percent * len(v) // 100) - 1]) for v in ordered.values())]
+        for percent in PERCENTS
+    ]
+    found = table("", ["requests at or below", *ordered], rows)
+    y = Axis("requests at or below", "%")
+    return chart(title, about, x, y, lines, top=100, numbers=found[0], **more)
+
+
+def _positive(line: Line) -> Line:
+    """Return the points of a line that have a place on a logarithmic axis."""
+    points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x > 0]
+    at = line.label_at
+    if at >= 0:
+        at = max(at - len(line.x) + len(points), 0)
+    return attrs.evolve(line, x=[x for x, _ in points], y=[y for _, y in points], label_at=at)
+
+
+def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
+    """Return the table of a chart; of a step the value that holds, else that of the point."""
+    places = sorted({value for line in lines for value in line.x})
+    if len(places) > MOST_ROWS:
+        last = len(places) - 1
+        places = [places[last * row // (MOST_ROWS - 1)] for row in range(MOST_ROWS)]
+
+    def cell(line: Line, place: float) -> str:
+        at = bisect_right(line.x, place) - 1
+        if at < 0 or (line.x[at] != place and not line.step) or line.y[at] is None:
+            return ""
+        return WRITERS[y.unit](line.y[at])  # type: ignore[arg-type]  # as above
+
+    rows = [[WRITERS[x.unit](at), *(cell(line, at) for line in lines)] for at in places]
+    return next(iter(table("", [x.title, *(line.name for line in lines)], rows)), None)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Result(ABC):
+    """A result that a report tells of.
+
+    Attributes:
+        name: the file or folder, as given.
+        kind, plural: what it is.
+    """
+
+    kind: ClassVar[str]
+    plural: ClassVar[str]
+
+    name: str
+
+    @property
+    def warning(self) -> str:
+        """What is to be known first; nothing if all is well."""
+        return ""
+
+    @abstractmethod
+    def parts(self) -> Iterator[Part]:
+        """Yield what is told of one result."""
+
+    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+        """Return the headers and rows that stand side by side with those of others, if any."""
+        return None
+
+    @classmethod
+    def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
+        """Yield what is told of several results of this kind side by side."""
+        tables = [each.rows() for each in results]
+        known = [each for each in tables if each is not None]
+        if len(known) < len(tables) or len({tuple(headers) for headers, _ in known}) > 1:
+            return
+        rows = [
+            [label, *row]
+            for label, (_, found) in zip(labels, known, strict=True)
+            for row in found
+        ]
+        headers = known[0][0]
+        yield from table("All results", ["result", *headers], rows, headers[1:])
+
+
+def sections(*given: Section) -> Iterator[Part]:
+    """Yield the parts of sentences and tables, as reports for terminals have them."""
+    for each in given:
+        if isinstance(each, str):
+            yield from sentences(each)
+        else:
+            headers, rows, right = each
+            yield from table("", headers, rows, right)
+
+
+def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of all settings of a run, its plugins with every option."""
+    for name, value in fields.items():
+        coefficients = name == "latency" and "options" not in value
+        if name in NO_SETTINGS or coefficients or value in (None, [], {}):
+            continue
+        if name == "plugins":
+            yield from ((kind, config_text(plugin)) for kind, plugin in value.items())
+        elif name == "workload" and isinstance(value, Mapping):
+            yield name, plugin_text(value["name"], value["options"])
+            yield "workload digest", str(value["digest"])
+        elif name == "slo" and isinstance(value, Mapping):
+            times = {each: time / NS_PER_S for each, time in value.items() if time}
+            yield name, ", ".join(f"{each}={time:g} s" for each, time in times.items())
+        else:
+            yield name.replace("_", " "), config_text(value)
+
+
+NO_SETTINGS = ("n", "t", "event", "schema")
+"""Fields of a header that are none, besides the coefficients of the latency plugin."""
+
+
+def command(verb: str, *subjects: Any, **options: Any) -> str:
+    """Return a command line: a verb, what it is about, and options that are not None.
+
+    Plugins, and a workload with its part, are what a trace's header has.
+    """
+    words = ["kvcore", verb]
+    for subject in subjects:
+        if not isinstance(subject, Mapping):
+            words.append(str(subject))
+            continue
+        part = {name: subject["options"].get(name) for name in ("limit", "window")}
+        left_out = (*part, "shrink")
+        given = {
+            name: each for name, each in subject["options"].items() if name not in left_out
+        }
+        words.append(plugin_text(subject["name"], given))
+        options = part | options
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [flag] if value else [] if name in FLAGS else [f"--no-{flag[2:]}"]
+        elif name == "tier" and isinstance(value, list):
+            words += [word for each in value for word in (flag, config_text(each))]
+        elif value is not None:
+            words += [flag, _option(name, value)]
+    return shlex.join(words)
+
+
+def _option(name: str, value: Any) -> str:
+    """Return the value of an option as commands take it."""
+    if name == "slo" and isinstance(value, Mapping):
+        times = (f"{each}={ns / NS_PER_S:g}" for each, ns in value.items() if ns)
+        return ",".join(times) or "none"
+    if isinstance(value, Mapping):
+        return plugin_text(value["name"], value["options"])
+    return ",".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
+
+
+FLAGS = ("json", "summary", "exact")
+"""Options without a value that are left out where they are false."""

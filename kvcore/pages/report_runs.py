@@ -1,0 +1,589 @@
+"""Runs in a report: what `simulate` and `run` wrote, and traces, one or side by side."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import orjson
+
+from kvcore.analysis import Explanation, RunSummary, explain
+from kvcore.analysis.miss_reasons import CATEGORIES, Summary
+from kvcore.analysis.timeline import Timeline
+from kvcore.analysis.what_if import recorded_run
+from kvcore.errors import InputError, TraceError
+from kvcore.pages.report_documents import reason_tables
+from kvcore.pages.report_parts import (
+    COLOURS,
+    Axis,
+    Line,
+    Part,
+    Result,
+    bars,
+    chart,
+    command,
+    distributions,
+    heading,
+    sections,
+    sentences,
+    settings,
+    table,
+)
+from kvcore.progress import Progress, silent
+from kvcore.report import PagingReport, SimulationReport, setup
+from kvcore.report.billing import bill_sections
+from kvcore.report.misses import SummaryReport, spaced
+from kvcore.report.plots import Latencies
+from kvcore.report.tables import counted, share
+from kvcore.report.whatif import run_rows
+from kvcore.serving.result import REQUESTS
+from kvcore.trace import check_trace
+from kvcore.units import NS_PER_S, format_seconds
+
+POINTS = 960
+"""Points of a line over time."""
+
+WINDOWS = 40
+"""Windows of time in a trace, of hits and evictions."""
+
+TRACE = "trace.jsonl.gz"
+"""The name of the trace in a folder of a run."""
+
+SECONDS, OF_LOOKUPS = Axis("time", "s"), Axis("blocks looked up that hit", "%")
+
+
+@attrs.frozen(eq=False)
+class RecordedTrace:
+    """A trace that was read.
+
+    Attributes:
+        file: its path, as given.
+        run: what can be summed up of its requests; None where its calls were made by hand.
+        explanation, misses: why its prompts missed, one by one and in sum.
+        timeline: what happened when.
+    """
+
+    file: str
+    run: RunSummary | None
+    explanation: Explanation
+    misses: Summary
+    timeline: Timeline
+
+    @classmethod
+    def read(cls, file: str | os.PathLike[str], progress: Progress = silent) -> RecordedTrace:
+        """Check a trace line by line, and read it.
+
+        Raises:
+            InputError: the file cannot be opened.
+            TraceError: a line is damaged or contradicts what came before, or the file is cut.
+        """
+        name = Path(file).name
+        with progress(f"checking {name}", None):
+            try:
+                run = recorded_run(file)
+            except InputError:  # calls that were made by hand
+                run, report = None, check_trace(file)
+                if not report.complete:
+                    msg = f"{file}: incomplete: {report.cut_reason}"
+                    raise TraceError(msg) from None
+        with progress(f"explaining {name}", None) as tick:
+            explanation = explain(file, tick=tick)
+        with progress(f"reading {name}", None) as tick:
+            timeline = Timeline.read(file, tick=tick)
+        return cls(str(file), run, explanation, explanation.summary(), timeline)
+
+    @property
+    def timed(self) -> bool:
+        """Whether a clock ran."""
+        return bool(self.timeline.header["mode"] != "untimed")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Run(Result):
+    """A run: its summary and its requests, its trace, or both.
+
+    Attributes:
+        summary: of `summary.json`, or of `--json`; None: there is a trace alone.
+        refusal: why the first request that was rejected was; None if none was.
+        latencies: of its requests; None: they are not known.
+        trace: what it recorded; None: there is none.
+    """
+
+    kind: ClassVar[str] = "Run"
+    plural: ClassVar[str] = "Runs"
+
+    summary: Mapping[str, Any] | None = None
+    refusal: str | None = None
+    latencies: Latencies | None = None
+    trace: RecordedTrace | None = None
+
+    @classmethod
+    def read(cls, folder: Path, summary: Mapping[str, Any], progress: Progress = silent) -> Run:
+        """Read what `simulate` or `run` wrote to a folder, beside its summary.
+
+        Raises:
+            InputError: a file is damaged.
+            TraceError: the trace is damaged, or cut.
+        """
+        requests, trace = folder / REQUESTS, folder / TRACE
+        found = Latencies.read(folder) if requests.is_file() else None
+        refusal = None
+        if summary["rejected"] and found is not None:
+            rows = map(orjson.loads, requests.read_bytes().splitlines())
+            refusal = next((row["reason"] for row in rows if row["reason"]), None)
+        recorded = RecordedTrace.read(trace, progress) if trace.is_file() else None
+        name = str(folder)
+        return cls(name=name, summary=summary, refusal=refusal, latencies=found, trace=recorded)
+
+    @classmethod
+    def of_trace(cls, file: Path, progress: Progress = silent) -> Run:
+        """Read a trace. Raises InputError and TraceError as `RecordedTrace.read` does."""
+        trace = RecordedTrace.read(file, progress)
+        latencies = Latencies.of(trace.timeline) if trace.timed else None
+        return cls(name=str(file), latencies=latencies, trace=trace)
+
+    @property
+    def report(self) -> SimulationReport | None:
+        """The report of the summary; None where it does not say what was run."""
+        config = None if self.summary is None else self.summary.get("config")
+        if self.summary is None or config is None:
+            return None
+        measured = config.get("clock") == "wall"
+        return SimulationReport(
+            self.summary,
+            config,
+            refusal=self.refusal,
+            clock="measured" if measured else "simulated",
+            done="computed" if "clock" in config else "simulated",
+        )
+
+    @property
+    def outcome(self) -> RunSummary | None:
+        """The figures by which runs are compared."""
+        found = self.summary
+        if found is None:
+            return None if self.trace is None else self.trace.run
+        names = [field.name for field in attrs.fields(RunSummary) if field.name in found]
+        figures = {name: found[name] for name in names if name not in ("config", "bill")}
+        return RunSummary(
+            **figures,
+            config=found.get("config", {}) | {"tiers": found["tiers"]},
+            slo_met=found["slo"]["met"],
+        )
+
+    @property
+    def timed(self) -> bool:
+        """Whether a clock ran."""
+        return self.trace is None or self.trace.timed
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What was run, as settings."""
+        found = self.summary
+        if found is None:
+            assert self.trace is not None
+            return self.trace.timeline.header
+        slo = {
+            name: int(time * NS_PER_S)
+            for name in ("ttft", "tpot", "deadline")
+            if (time := found["slo"][f"{name}_s"]) is not None
+        }
+        pool = {"blocks": found["pool"]["blocks"], "block_size": found["pool"]["block_size"]}
+        return {**found.get("config", {}), "count": found["count"], **pool, "slo": slo}
+
+    @property
+    def samples(self) -> dict[str, list[float]]:
+        """Seconds of requests, by the name of the measure."""
+        return {} if self.latencies is None else self.latencies.samples
+
+    @property
+    def warning(self) -> str:
+        """What is to be known first: that the run is saturated, or thrashes."""
+        report = self.report
+        if report is None or self.summary is None:
+            return ""
+        holds = (self.summary["saturation"] or {}).get("holds")
+        held = report.holding(holds) if holds is not None else ""
+        return "\n".join(filter(None, (report.warning, held, report.thrashing)))
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what is told of one run."""
+        report, trace = self.report, self.trace
+        yield from sentences(self.warning, "warning")
+        if report is not None:
+            yield from sentences(report.headline)
+        elif trace is not None:
+            yield from sentences(SummaryReport(trace.explanation, trace.misses).headline)
+        yield heading("What was run")
+        if report is None and self.summary is not None:
+            told = "The summary does not say: `kvcore simulate --out` writes what was run too."
+            yield from sentences(told, "missing")
+        if report is not None or self.summary is None:
+            yield from sentences(report.setup if report is not None else setup(self.header))
+        yield from table("All settings", ["setting", "value"], settings(self.header), ())
+        yield from self._times()
+        yield from self._amounts()
+        yield from self._over_time()
+        yield from self._regret()
+        yield heading("How to make it again")
+        yield from self._commands()
+
+    def _times(self) -> Iterator[Part]:
+        report, latencies = self.report, self.latencies
+        if report is None and latencies is None:
+            return
+        yield heading("Latency")
+        if report is not None:
+            columns = ["time", *report.columns]
+            yield from table("Times by mean and percentile", columns, report.times)
+        expected = {} if latencies is None else latencies.expected
+        yield from distributions(
+            "Latency of requests",
+            "The share of requests whose time is at most that, on a logarithmic scale.",
+            Axis("time", "s", log=True),
+            self.samples,
+            marks=[
+                (time, f"SLO: {name} {format_seconds(time)}") for name, time in expected.items()
+            ],
+        )
+        if latencies is None:
+            told = "Give the folder that `--out` wrote for the distribution of these times."
+            yield from sentences(told, "missing")
+
+    def _amounts(self) -> Iterator[Part]:
+        report, summary = self.report, self.summary
+        if report is None or summary is None:
+            if self.outcome is not None:
+                yield heading("Figures")
+                rows = run_rows([self.outcome], timed=self.timed)
+                yield from table("Figures of the run", ["figure", "value"], rows)
+            return
+        yield heading("Figures")
+        # Over time there is a chart.
+        rows = (row for row in report.amounts if row[0] != "over time")
+        yield from table("Figures of the run", ["quantity", "amount"], rows, ())
+        names = [tier["tier"] for tier in summary["tiers"] or ()]
+        yield from table("Tiers below the pool", ["tier", *names], report.tiers, ())
+        columns = ["time of blocks", *report.columns]
+        yield from table("How long blocks rest in the cache", columns, report.resting)
+        if "paged" in summary:
+            paging = PagingReport(summary, summary["paged"], 0)
+            yield from table("In one piece, and paged", paging.headers, paging.rows)
+            yield from sentences(paging.reading)
+        if "bill" in summary:
+            yield from sections(*bill_sections(summary["bill"]))
+        yield from sentences(report.closing)
+
+    def pool(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], int]:
+        """Return times in seconds, blocks in use then, blocks cached, and the pool's blocks."""
+        if self.trace is not None:
+            series = self.trace.timeline.series.thinned(POINTS)
+            times = [ns / NS_PER_S for ns in series.time]
+            return times, series.private, series.cached, self.header["blocks"]
+        assert self.summary is not None
+        pool = self.summary["pool"]
+        line = pool["timeline"]
+        return line["t_s"], line["active"], line["cached"], pool["blocks"]
+
+    def _over_time(self) -> Iterator[Part]:
+        yield heading("Over time")
+        times, used, cached, blocks = self.pool()
+        both = [one + other for one, other in zip(used, cached, strict=True)]
+        # A trace tells which blocks are of one sequence alone, a summary which are of any.
+        names = ("of one request alone", "shared or cached")
+        if self.trace is None:
+            names = ("of running requests", "cached")
+        yield from chart(
+            "The pool",
+            f"Of {counted(blocks, 'block')}, those {names[0]} (below), and those {names[1]} "
+            "(above them). What is left is free.",
+            SECONDS,
+            Axis("blocks"),
+            [
+                Line(names[0], times, used, "orange", step=True, area=True),
+                Line(names[1], times, both, "blue", step=True, area=True),
+            ],
+            top=blocks,
+        )
+        if self.trace is not None:
+            yield from _trace_over_time(self.trace)
+
+    def _regret(self) -> Iterator[Part]:
+        trace = self.trace
+        if trace is None:
+            yield heading("Regret and miss reasons")
+            yield from sentences(
+                "How far this is from the optimum, why prompts missed, and what happened at "
+                "each moment, is in a trace, and this run has none here: run it with --out "
+                "DIR, or with --trace FILE, and give that to `kvcore report` too.",
+                "missing",
+            )
+            return
+        summary, explanation = trace.misses, trace.explanation
+        report = SummaryReport(explanation, summary)
+        yield heading("Regret")
+        yield from sentences(_regret(explanation, summary))
+        names, values = _shares(summary)
+        yield from bars(
+            "Where the prompt tokens went",
+            "Prompt tokens that hit, and those that missed by the reason.",
+            names,
+            {"tokens": values},
+            lambda tokens: f"{tokens:,.0f} ({share(tokens / (summary.prompt_tokens or 1))})",
+        )
+        ranked = sorted(explanation.requests.values(), key=lambda each: each.hit - each.optimum)
+        yield from table(
+            "Requests that lost most against the optimum",
+            ["request", "prompt tokens", "hit", "in the optimum", "less"],
+            [
+                (
+                    each.request,
+                    *(f"{n:,}" for n in (each.tokens, each.hit, each.optimum)),
+                    f"{each.optimum - each.hit:,}",
+                )
+                for each in ranked[:5]
+                if each.optimum > each.hit
+            ],
+        )
+        yield heading("Why prompts missed")
+        yield from sentences(report.headline.splitlines()[-1])
+        yield from reason_tables(report)
+
+    def _commands(self) -> Iterator[Part]:
+        lines = [_simulation(self.header)] if self._simulated else []
+        if self.trace is not None:
+            file, again = self.trace.file, "again.jsonl.gz"
+            fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
+            lines += [
+                command("replay", file, export=None if fixed else again),
+                command("explain", file, summary=True),
+                command("view", file, out="view.html"),
+            ]
+        yield from sentences("\n".join(lines), "command")
+        if "clock" in self.header:
+            yield from sentences(
+                "It was run on a model that computes, by `kvcore run`: the settings above say "
+                "how.",
+                "missing",
+            )
+
+    @property
+    def _simulated(self) -> bool:
+        config = self.header
+        told = config.get("executor", "simulate") == "simulate" and "clock" not in config
+        return told and self.timed and "workload" in config and "tensor_parallel" in config
+
+    @classmethod
+    def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
+        """Yield several runs side by side, and how others differ from the first."""
+        runs = [run for run in results if isinstance(run, Run)]
+        settled = [dict(settings(run.header)) for run in runs]
+        names = dict.fromkeys(name for each in settled for name in each)
+        columns = [[each.get(name, "") for each in settled] for name in names]
+        differ = [
+            [name, *cells]
+            for name, cells in zip(names, columns, strict=True)
+            if len(set(cells)) > 1
+        ]
+        yield from table("Settings that differ", ["setting", *labels], differ, ())
+        outcomes = [run.outcome for run in runs]
+        known = [outcome for outcome in outcomes if outcome is not None]
+        if len(known) == len(runs):
+            headers = [labels[0]]
+            for label in labels[1:]:
+                headers += [label, f"against {labels[0]}"]
+            rows = run_rows(known, timed=all(run.timed for run in runs))
+            yield from table("Figures", ["", *headers], rows)
+        for name in ("TTFT", "TPOT"):
+            samples = {
+                label: run.samples.get(name, [])
+                for label, run in zip(labels, runs, strict=True)
+            }
+            yield from distributions(
+                f"{name} of requests",
+                f"The share of requests whose {name} is at most that, on a logarithmic scale.",
+                Axis(name, "s", log=True),
+                samples,
+            )
+        yield from _pools(runs, labels)
+        yield from _hits(runs, labels)
+        yield from _reasons(runs, labels)
+
+
+def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
+    """Yield the charts that a trace alone has."""
+    timeline = trace.timeline
+    series = timeline.series.thinned(POINTS)
+    times = [ns / NS_PER_S for ns in series.time]
+    if trace.timed:
+        yield from chart(
+            "Requests",
+            "Requests that wait, and those that were admitted and run.",
+            SECONDS,
+            Axis("requests"),
+            [
+                Line("waiting", times, series.waiting, "orange", step=True),
+                Line("running", times, series.running, "blue", step=True),
+            ],
+        )
+    window = max(1, (timeline.end - timeline.begin) // WINDOWS)
+    recent, so_far = (_percents(series.hit_ratio(span)) for span in (window, None))
+    yield from chart(
+        "Hits",
+        f"The share of looked-up blocks that hit, over the last "
+        f"{format_seconds(window / NS_PER_S)} and over all the time before.",
+        SECONDS,
+        OF_LOOKUPS,
+        [
+            Line("of late", times, recent, "sky", step=True),
+            Line("so far", times, so_far, "blue", step=True),
+        ],
+    )
+    edges = [timeline.begin + window * step for step in range(WINDOWS + 1)]
+    counts = [
+        timeline.series.evicted_blocks[max(0, bisect_right(timeline.series.time, edge) - 1)]
+        for edge in edges
+    ]
+    rates = [(after - before) * NS_PER_S / window for before, after in pairwise(counts)]
+    yield from chart(
+        "Evictions",
+        "Blocks evicted a second, over windows of equal length.",
+        SECONDS,
+        Axis("blocks a second"),
+        [Line("evicted", [e / NS_PER_S for e in edges], [*rates, None], "orange", step=True)]
+        if any(rates)
+        else [],
+    )
+
+
+def _percents(ratios: Sequence[float]) -> list[float | None]:
+    """Return shares as percentages; None where they are NaN."""
+    return [None if ratio != ratio else 100 * ratio for ratio in ratios]  # noqa: PLR0124
+
+
+def _regret(explanation: Explanation, summary: Summary) -> str:
+    """Return sentences: how far the hits of a trace are from those of the optimum."""
+    best = sum(each.optimum for each in explanation.requests.values())
+    tokens, hit = summary.prompt_tokens, summary.hit_tokens
+    lost = summary.categories["policy"]
+    room = summary.categories["capacity"]
+    whose = f"{explanation.cost.model} on one {explanation.cost.device}"
+    ideal, real = (share(each / tokens if tokens else None) for each in (best, hit))
+    told = (
+        "With the same pool, perfect foresight, and one request after another, "
+        f"{counted(best, 'token')} would have hit ({ideal}), in place of {hit:,} ({real})."
+    )
+    lines = [told]
+    if loaded := summary.categories["loaded"].tokens:
+        lines.append(f"Besides, {counted(loaded, 'token')} came from lower tiers.")
+    if not lost.tokens and not room.tokens:
+        return "\n".join([*lines, "Nothing that missed had been evicted."])
+    lines.append(
+        f"What {explanation.plugin('eviction')} evicted and the optimum would have kept: "
+        f"{counted(lost.tokens, 'token')}, at least {format_seconds(lost.seconds)} of prefill "
+        f"of {whose}. What the optimum would have lost as well, for lack of memory: "
+        f"{counted(room.tokens, 'token')}, {format_seconds(room.seconds)}."
+    )
+    return "\n".join(lines)
+
+
+def _shares(summary: Summary) -> tuple[list[str], list[float]]:
+    """Return where prompt tokens went, and how many."""
+    found = {"hit": summary.hit_tokens}
+    found |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
+    kept = {name: tokens for name, tokens in found.items() if tokens}
+    return [*kept], [*map(float, kept.values())]
+
+
+def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
+    lines = []
+    for label, run, colour in zip(labels, runs, COLOURS, strict=False):
+        times, used, _, blocks = run.pool()
+        percents = [100 * count / blocks for count in used]
+        lines.append(Line(label, times, percents, colour, step=True))
+    told = "of one request alone" if all(run.trace for run in runs) else "of running requests"
+    axis = Axis("blocks in use", "%")
+    about = f"The share of the pool's blocks that are {told}."
+    if len({run.trace is None for run in runs}) == 1:
+        yield from chart("The pool", about, SECONDS, axis, lines, top=100)
+
+
+def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
+    lines = []
+    for label, run, colour in zip(labels, runs, COLOURS, strict=False):
+        if run.trace is not None:
+            series = run.trace.timeline.series.thinned(POINTS)
+            times = [ns / NS_PER_S for ns in series.time]
+            ratios = _percents(series.hit_ratio())
+            lines.append(Line(label, times, ratios, colour, step=True))
+    about = "The share of looked-up blocks that hit so far."
+    yield from chart("Hits", about, SECONDS, OF_LOOKUPS, lines)
+
+
+def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
+    """Yield where the prompt tokens of traces went, side by side."""
+    found = {
+        label: run.trace.misses
+        for label, run in zip(labels, runs, strict=True)
+        if run.trace is not None
+    }
+    if not found:
+        return
+    names = [
+        name
+        for name in CATEGORIES
+        if any(each.categories[name].tokens for each in found.values())
+    ]
+    tokens = {
+        label: [
+            100 * n / (each.prompt_tokens or 1) for n in (each.hit_tokens, *_lost(each, names))
+        ]
+        for label, each in found.items()
+    }
+    yield from bars(
+        "Where the prompt tokens went",
+        "The share of the prompt tokens that hit, and of those that missed by the reason.",
+        ["hit", *map(spaced, names)],
+        tokens,
+        lambda percent: f"{percent:.1f}%",
+    )
+    rows = [["hit", *(f"{each.hit_tokens:,}" for each in found.values())]]
+    rows += [
+        [spaced(name), *(f"{each.categories[name].tokens:,}" for each in found.values())]
+        for name in names
+    ]
+    yield from table(
+        "Prompt tokens that hit, and that missed by the reason", ["", *found], rows
+    )
+
+
+def _lost(summary: Summary, names: Sequence[str]) -> list[int]:
+    return [summary.categories[name].tokens for name in names]
+
+
+def _simulation(header: Mapping[str, Any]) -> str:
+    """Return the command that simulates a run again, from its settings."""
+    deployment = {"model", "device", "tensor_parallel", "codec", "block_size"}
+    latency = header["plugins"]["latency"]
+    options = {
+        name: value
+        for name, value in latency["options"].items()
+        if name not in deployment or value != header.get(name)
+    }
+    plugins = header["plugins"] | {"latency": {**latency, "options": options}}
+    names = ("model", "device", "tensor_parallel", "codec", "block_size", "blocks")
+    return command(
+        "simulate",
+        header["workload"],
+        **{name: header[name] for name in names},
+        **plugins,
+        tier=header.get("tiers") or None,
+        **header.get("batching", {}),
+        **{name: header.get(name) for name in ("allocation", "rate_scale", "slo", "seed")},
+        out="results",
+    )

@@ -1,0 +1,89 @@
+"""What a model's K/V takes and what fits, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
+
+HEADERS = ("quantity", "amount", "that is")
+
+Row = tuple[str, str, str]
+
+
+def size_title(model: Mapping[str, Any]) -> str:
+    """Return a model in words: its parameters, layers, windows and heads."""
+    plural = "" if model["kv_heads"] == 1 else "s"
+    heads = f"{model['query_heads']} query heads, {model['kv_heads']} K/V head{plural}"
+    if model["latent"]:
+        heads = f"{model['query_heads']} heads, {model['latent']} numbers a token"
+    active = ""
+    if model["experts"]:
+        active = f" ({_parameters(model['active_parameters'])} active)"
+    windows = [
+        f"{window['layers']} with a window of {window['window']:,}"
+        for window in model["windows"]
+        if window["window"] is not None
+    ]
+    layers = ", ".join([f"{model['layers']} layers", *windows])
+    return (
+        f"{model['name']}: {_parameters(model['parameters'])} parameters"
+        f"{active}, {layers}, {model['attention']} ({heads})"
+    )
+
+
+def _parameters(parameters: int) -> str:
+    """Write a number of parameters with three digits, in billions, millions or alone."""
+    for unit, factor in (("B", 10**9), ("M", 10**6)):
+        if parameters >= factor:
+            return f"{format_number(parameters / factor)} {unit}"
+    return f"{parameters:,}"
+
+
+def size_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of what `kvcore size --json` says."""
+    kv, tokens, batch = report["kv"], report["tokens"], report["batch"]
+    yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])
+    yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])
+    yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
+    yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
+    if kv["staged_bytes_per_request"]:
+        what = "and each running request stages"
+        yield _bytes(what, kv["staged_bytes_per_request"])
+    if "window" in kv:
+        yield _bytes(f"K/V of {batch:,} x {kv['window']:,} tokens", kv["window_bytes"])
+    model = report["model"]
+    mixed = model["expert_dtype"] != model["dtype"]
+    experts = f", experts in {model['expert_dtype']}" if mixed else ""
+    yield _bytes(f"weights in {model['dtype']}{experts}", model["weight_bytes"])
+    if "device" not in report:
+        return
+    device, fit = report["device"], report["fit"]
+    yield _bytes(f"memory of {device['name']}", device["hbm_bytes"])
+    yield _bytes("reserve", fit["reserve_bytes"])
+    if fit["weights_fit"]:
+        yield _bytes("left for K/V", fit["kv_budget_bytes"])
+    else:
+        yield _bytes("missing: the weights do not fit", -fit["kv_budget_bytes"])
+    room = fit["blocks"] * report["block_size"]
+    yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
+    enough = "" if fit["batch_fits"] else f"the batch of {batch:,} does not"
+    yield "requests that fit", f"{fit['requests']:,}", enough
+    if not fit["weights_fit"]:
+        return
+    decode, prefill = report["decode"], report["prefill"]
+    each = format_number(decode["tokens_per_second_per_request"])
+    total = format_number(decode["tokens_per_second"])
+    yield "decode, at most", f"{each} tokens/s each", f"{total} tokens/s in all"
+    took = format_seconds(prefill["seconds"])
+    yield (
+        "prefill of a request, at least",
+        took,
+        f"{format_number(prefill['flop'] / 1e12)} TFLOP",
+    )
+    yield "load of its K/V from the host", format_seconds(prefill["load_seconds"]), ""
+
+
+def _bytes(what: str, number: int) -> Row:
+    return what, format_bytes(number), format_bytes(number, DECIMAL)

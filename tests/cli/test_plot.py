@@ -1,0 +1,191 @@
+"""`kvcore plot`, and `--plot` of other verbs: what they draw, and what they refuse first."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import traces
+from helpers.commands import run_here
+
+from kvcore import simulate
+
+pytest.importorskip("matplotlib")
+
+SMALL = "zipf:requests=60,prefixes=4,rate=40"
+
+KINDS = ("occupancy", "hits", "ages", "timeline", "latency")
+
+MAGIC = {"png": b"\x89PNG", "svg": b"<?xml"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a trace `run.jsonl`, and its result in `out`."""
+    folder = tmp_path_factory.mktemp("plots")
+    simulate(SMALL, trace=folder / "run.jsonl").write(folder / "out")
+    return folder
+
+
+def drawn(*words, cwd, form="svg"):
+    """Run a command that draws `x.FORM`; return what it printed."""
+    done = run_here(*words, cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (cwd / f"x.{form}").read_bytes().startswith(MAGIC[form])
+    return done.stdout
+
+
+def refused(*words, cwd, code=2):
+    """Run a command that is refused; return why. It leaves nothing that was not there."""
+    before = sorted(cwd.iterdir())
+    done = run_here(*words, cwd=cwd)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert sorted(cwd.iterdir()) == before
+    return done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", MAGIC)
+def test_a_trace_has_plots_of_all_kinds(kind, form, folder, tmp_path):
+    """The end of the name says which form; nothing is printed."""
+    words = "plot", folder / "run.jsonl", "--kind", kind, "-o", f"x.{form}"
+    assert drawn(*words, cwd=tmp_path, form=form) == ""
+
+
+def test_a_result_has_its_trace(tmp_path):
+    """What `simulate --out` writes has plots of all kinds, under the name of the folder."""
+    run_here("simulate", SMALL, "--out", "out", "--no-search", cwd=tmp_path)
+    for kind in ("occupancy", "latency"):
+        drawn("plot", "out", "--kind", kind, "-o", "x.svg", cwd=tmp_path)
+    assert b"zipf, 60 requests" in (tmp_path / "x.svg").read_bytes()
+
+
+def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
+    """The other kinds say what they are drawn from."""
+    drawn("plot", folder / "out", "--kind", "latency", "-o", "x.svg", cwd=tmp_path)
+    told = refused("plot", folder / "out", "--kind", "hits", "-o", "y.svg", cwd=tmp_path)
+    assert "has no trace.jsonl.gz, which --kind hits is drawn from" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("none.jsonl", "--kind", "hits", "-o", "x.png"), "cannot read the trace none.jsonl"),
+        ((".", "--kind", "latency", "-o", "x.png"), "is no result that"),
+        (("run.jsonl", "--kind", "hits", "-o", "x.pdf"), "--out x.pdf: a name says what is"),
+        (("run.jsonl", "--kind", "heat", "-o", "x.png"), "'heat' is not one of"),
+        (("run.jsonl", "--kind", "hits"), "Missing option '-o'"),
+        (("run.jsonl", "-o", "x.png"), "Missing option '--kind'"),
+        (("run.jsonl", "--kind", "hits", "-o", "no/x.png"), "no/x.png"),
+    ],
+)
+def test_what_cannot_be_drawn(words, fault, tmp_path):
+    """Exit code 2, and no file."""
+    traces.serve(tmp_path / "run.jsonl")
+    assert fault in refused("plot", *words, cwd=tmp_path)
+
+
+def test_a_trace_is_not_overwritten(tmp_path):
+    """Its name may end like a plot's."""
+    traces.serve(tmp_path / "x.png")
+    words = "plot", "x.png", "--kind", "hits", "-o", "x.png"
+    assert "x.png" in refused(*words, cwd=tmp_path)
+
+
+def test_without_a_clock_there_are_no_latencies(tmp_path):
+    """Of a trace of a replay, either."""
+    traces.record(tmp_path / "run.jsonl")
+    words = "plot", "run.jsonl", "--kind", "latency", "-o", "x.png"
+    assert "it has no clock" in refused(*words, cwd=tmp_path)
+
+
+def test_a_cut_trace_is_drawn_up_to_the_cut(tmp_path):
+    """And told of; ages need the whole."""
+    file = traces.serve(tmp_path / "run.jsonl")
+    file.write_bytes(file.read_bytes()[:-400])
+    done = run_here("plot", "run.jsonl", "--kind", "hits", "-o", "x.svg", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "run.jsonl: incomplete: the file ends" in done.stderr
+    words = "plot", "run.jsonl", "--kind", "ages", "-o", "y.svg"
+    assert "incomplete" in refused(*words, cwd=tmp_path, code=1)
+
+
+def test_a_damaged_trace_draws_nothing(tmp_path):
+    """What replay says of it is said."""
+    file = traces.serve(tmp_path / "run.jsonl")
+    file.write_bytes(file.read_bytes().replace(b'"FINISH"', b'"FINISHED"'))
+    words = "plot", "run.jsonl", "--kind", "hits", "-o", "x.png"
+    assert "run.jsonl:" in refused(*words, cwd=tmp_path, code=1)
+
+
+SWEEP = """mode = "compare"
+workload = "zipf:requests=40,prefixes=4"
+eviction = ["lru", "lfu"]
+blocks = [160, 400]
+"""
+
+VERBS = {
+    "compare": ("compare", SMALL, "--eviction", "lru,lfu", "--blocks", "160,400"),
+    "sweep": ("sweep", "grid.toml", "--jobs", "1"),
+    "plan": (
+        *("plan", "zipf:requests=40,prefixes=4,rate=4", "--slo", "ttft=0.2", "--jobs", "1"),
+        *("--tier", "none", "--tensor-parallel", "1", "--max-gpus", "1"),
+    ),
+    "curve": ("curve", SMALL, "--sizes", "4", "--jobs", "1"),
+}
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """Return a folder with a small sweep."""
+    (tmp_path / "grid.toml").write_text(SWEEP)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
+def test_verbs_with_a_table_draw_it_too(words, grid):
+    """The table is printed all the same."""
+    assert "Setup: " in drawn(*words, "--plot", "x.svg", cwd=grid)
+
+
+def test_a_plane_is_drawn_too(grid):
+    """So is that of a pool and a tier."""
+    tier = ("--tier", "host:memory=1GiB", "--model", "llama-3-8b", "--sizes", "3")
+    words = "curve", SMALL, *tier, "--jobs", "1", "--plot", "x.png"
+    assert "host RAM / pool" in drawn(*words, cwd=grid, form="png")
+
+
+def test_the_demonstration_is_drawn_too(tmp_path):
+    """Step times and K/V, over the output."""
+    pytest.importorskip("torch")
+    drawn("demo", "cache", "--output", "6", "--plot", "x.svg", cwd=tmp_path)
+    found = (tmp_path / "x.svg").read_text()
+    assert "<!-- time of a step, median -->" in found
+    assert "<!-- dense -->" in found
+
+
+@pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
+def test_a_name_that_says_no_form_is_refused_before_the_run(words, grid):
+    """Nothing is run, and nothing written."""
+    assert "--plot x.gif: a name says" in refused(*words, "--plot", "x.gif", cwd=grid)
+
+
+@pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
+def test_without_matplotlib_nothing_is_run(words, grid, monkeypatch):
+    """Whoever waits for a plot hears of it at once."""
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    told = refused(*words, "--plot", "x.png", cwd=grid, code=3)
+    assert "a plot needs matplotlib" in told
+
+
+def test_a_sweep_of_two_numbers_asks_over_which(grid):
+    """Before it is run; with an answer it is drawn."""
+    (grid / "grid.toml").write_text(f"{SWEEP}block_size = [8, 16]\n")
+    words = "sweep", "grid.toml", "--jobs", "1", "--plot", "x.svg"
+    assert "choose one of them with --plot-axis" in refused(*words, cwd=grid)
+    drawn(*words, "--plot-axis", "blocks", cwd=grid)
+
+
+def test_a_failed_run_leaves_no_plot(grid):
+    """Nor does it touch one that was there."""
+    (grid / "x.svg").write_text("mine")
+    refused(*VERBS["compare"], "--plot", "x.svg", "--block-size", "7", cwd=grid)
+    assert (grid / "x.svg").read_text() == "mine"

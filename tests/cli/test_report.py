@@ -1,0 +1,444 @@
+"""`kvcore report`: results of any command become one page, and nothing else does."""
+
+import gzip
+import json
+import shlex
+
+import pytest
+from helpers.commands import run_here
+from helpers.pages import data_of
+from helpers.traces import record
+
+import kvcore
+from kvcore.pages import report_page
+
+MARKUP = "</script><script>alert('x')</script><b>\"&amp;"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return a folder with a result of every kind, of small workloads."""
+    folder = tmp_path_factory.mktemp("results")
+    work = ("zipf:requests=120,rate=40", "--block-size", 16)
+
+    def kept(name, *arguments):
+        run = run_here(*arguments, cwd=folder)
+        assert run.returncode in (0, 1), run.stderr
+        (folder / name).write_text(run.stdout)
+
+    pool = ("--blocks", 400)
+    run_here("simulate", *work, *pool, "--out", "lru", cwd=folder)
+    run_here("simulate", *work, *pool, "--eviction", "lfu", "--out", "lfu", cwd=folder)
+    kept("simulate.json", "simulate", *work, *pool, "--json", "--no-search")
+    policies = ("--eviction", "lru,lfu,optimum")
+    kept("compare.json", "compare", *work, *policies, "--blocks", "100,400", "--json")
+    memory = ("--memory", "40MiB,1GiB", "--model", "llama-3-8b")
+    kept("memory.json", "compare", *work, *policies, *memory, "--json")
+    kept("curve.json", "curve", *work, "--eviction", "lru", "--sizes", "100,400", "--json")
+    tier = ("--tier", "host:memory=1GiB", "--sizes", "100,400")
+    kept("plane.json", "curve", *work, *tier, "--json")
+    kept("size.json", "size", "llama-3-8b", "--device", "h100", "--json")
+    kept("whatif.json", "replay", "lru/trace.jsonl.gz", "--eviction", "lfu", "--json")
+    kept("explain.json", "explain", "lru/trace.jsonl.gz", "--summary", "--json")
+    kept("one.json", "explain", "lru/trace.jsonl.gz", 50, "--json")
+    kept("replay.json", "replay", "lru/trace.jsonl.gz", "--json")
+    run_here(
+        "compare", *work, "--eviction", "lru", *pool, "--trace", "serial.jsonl", cwd=folder
+    )
+    (folder / "grid.toml").write_text(
+        'mode = "compare"\nworkload = "zipf:requests=50"\nblocks = [50, 200]\n'
+        'eviction = ["lru", "lfu", "optimum"]\n'
+    )
+    for table in ("sweep.csv", "sweep.json", "sweep.parquet"):
+        run_here("sweep", "grid.toml", "--jobs", 1, "--out", table, cwd=folder)
+    fleet = ("--device", "h100", "--slo", "ttft=2", "--max-gpus", 2, "--jobs", 1)
+    run_here("plan", "zipf:requests=20", *fleet, "--out", "plan", cwd=folder)
+    return folder
+
+
+def told(page):
+    """Return the report that a page holds, and all its texts as one."""
+    found = data_of(page, "report")
+    return found, json.dumps(found, ensure_ascii=False)
+
+
+def tables(found):
+    """Return the rows of all tables of a report by their captions."""
+    parts = (part for section in found["sections"] for part in section["parts"])
+    return {part["caption"]: part["rows"] for part in parts if part["kind"] == "table"}
+
+
+def charts(found):
+    """Return the charts of a report by their titles."""
+    parts = (part for section in found["sections"] for part in section["parts"])
+    return {part["title"]: part for part in parts if part["kind"] in ("chart", "bars")}
+
+
+def reported(results, *names):
+    """Return what the page of some results says."""
+    return told(report_page([results / name for name in names]))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("lru", "Run: lru"),
+        ("lru/trace.jsonl.gz", "Run: trace.jsonl.gz"),
+        ("serial.jsonl", "Run: serial.jsonl"),
+        ("simulate.json", "Run: simulate.json"),
+        ("compare.json", "Comparison of eviction policies: compare.json"),
+        ("curve.json", "Hit curves: curve.json"),
+        ("plane.json", "Hits by the sizes of pool and tier: plane.json"),
+        ("sweep.csv", "Sweep: sweep.csv"),
+        ("sweep.json", "Sweep: sweep.json"),
+        ("sweep.parquet", "Sweep: sweep.parquet"),
+        ("plan", "Plan of a fleet: plan"),
+        ("plan/plan.json", "Plan of a fleet: plan.json"),
+        ("whatif.json", "What if: whatif.json"),
+        ("explain.json", "Miss reasons: explain.json"),
+        ("one.json", "Miss reasons: one.json"),
+        ("size.json", "Size of K/V: size.json"),
+    ],
+)
+def test_results_are_recognised_by_what_they_hold(results, name, kind):
+    """Each kind of result makes a section of its own, whatever its file is called."""
+    assert [section["title"] for section in reported(results, name)["sections"]] == [kind]
+
+
+def test_names_do_not_matter(results, tmp_path):
+    """A document under another name, even compressed, is what it is."""
+    for name, data in {
+        "plan.csv": (results / "compare.json").read_bytes(),
+        "sweep.json": gzip.compress((results / "compare.json").read_bytes()),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        (section,) = reported(tmp_path, name)["sections"]
+        assert section["title"] == f"Comparison of eviction policies: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "seems"),
+    [
+        ("replay.json", "give the trace itself"),
+        ("lru/requests.jsonl", "give the folder that `--out` wrote"),
+        ("sweep.csv.journal", "the journal of a sweep"),
+        ("grid.toml", "it is no result"),
+        (".", "a folder without any of summary.json"),
+        ("absent", "cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_result_is_told_what_it_seems_to_be(results, name, seems):
+    """And no page is written."""
+    run = run_here("report", name, "-o", "page.html", cwd=results)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert seems in run.stderr
+    assert not [*results.glob("page.html*")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\x89PNG\r\n\x1a\n",
+        b"<!doctype html><html></html>",
+        b"[1, 2]",
+        b'{"schema": 1}',
+        b'{"schema": 1, "rows": [{}], "infinite": {}, "workload": {}, "count": "keys"}',
+        b'{"schema": 1, "kv": 1, "tokens": 2, "batch": 3, "model": null}',
+        b'{"schema": 9, "kv": 1, "tokens": 2, "batch": 3, "model": null}',
+        b'{"schema": 1, "mode": "compare", "cells": 0, "rows": []}',
+        b"\x1f\x8b\x08\x00",
+    ],
+)
+def test_damaged_files_are_told(tmp_path, text):
+    """Whatever a file holds, the error names it and no page is written."""
+    (tmp_path / "it").write_bytes(text)
+    run = run_here("report", "it", "-o", "page.html", cwd=tmp_path)
+    assert run.returncode == 2
+    assert run.stderr.startswith("kvcore: error: it: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["it"]
+
+
+@pytest.mark.parametrize("name", ["compare.json", "whatif.json", "plan/plan.json", "one.json"])
+def test_a_document_that_stops_early_is_told(results, tmp_path, name):
+    """Half of the JSON is no result."""
+    whole = (results / name).read_bytes()
+    (tmp_path / "half.json").write_bytes(whole[: len(whole) // 2])
+    run = run_here("report", "half.json", "-o", "page.html", cwd=tmp_path)
+    assert (run.returncode, [*tmp_path.glob("page*")]) == (2, [])
+    assert "half.json: no whole JSON document" in run.stderr
+
+
+def test_a_field_that_is_missing_is_told(results, tmp_path):
+    """Every field of a document without which its report would not be whole is missed."""
+    document = json.loads((results / "compare.json").read_bytes())
+    for row in ("hit_blocks", "hit_ratio", "block_size"):
+        lacking = json.loads(json.dumps(document))
+        del lacking["rows"][1][row]
+        (tmp_path / "c.json").write_text(json.dumps(lacking))
+        run = run_here("report", "c.json", "-o", "page.html", cwd=tmp_path)
+        assert (run.returncode, [*tmp_path.glob("page*")]) == (2, [])
+        assert "c.json: a damaged result" in run.stderr
+        assert row in run.stderr
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "made by hand.jsonl"])
+def test_a_cut_trace_is_refused_as_replay_refuses_it(results, tmp_path, name):
+    """The page would be of a run that did not end so."""
+    path = tmp_path / name
+    if name == "trace.jsonl":
+        path.write_bytes(gzip.decompress((results / "lru/trace.jsonl.gz").read_bytes()))
+    else:
+        record(path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]))
+    replay = run_here("replay", path)
+    run = run_here("report", path, "-o", tmp_path / "page.html")
+    assert run.returncode == replay.returncode
+    assert run.stderr.splitlines()[-1].startswith(replay.stderr.splitlines()[-1])
+    assert not [*tmp_path.glob("page*")]
+
+
+def test_a_damaged_trace_is_refused_as_replay_refuses_it(results, tmp_path):
+    """The line is named."""
+    text = gzip.decompress((results / "lru/trace.jsonl.gz").read_bytes())
+    (tmp_path / "bad.jsonl").write_bytes(text.replace(b'"event":"EVICT"', b'"event":"X"', 1))
+    replay, run = (
+        run_here(*words, cwd=tmp_path)
+        for words in (("replay", "bad.jsonl"), ("report", "bad.jsonl", "-o", "page.html"))
+    )
+    assert (run.returncode, run.stderr) == (replay.returncode, replay.stderr)
+    assert not [*tmp_path.glob("page*")]
+
+
+def test_a_trace_of_calls_made_by_hand_is_reported(tmp_path):
+    """What a run of requests would have besides is left out."""
+    found = reported(tmp_path, record(tmp_path / "hand.jsonl").name)
+    captions = tables(found)
+    assert "Figures of the run" not in captions
+    assert "Missed tokens by reason" in captions
+
+
+@pytest.mark.parametrize("name", ["lru/summary.json", "lru/trace.jsonl.gz", "compare.json"])
+def test_results_are_not_overwritten(results, name):
+    """The page may not take the place of what it tells of, in a folder neither."""
+    before = (results / name).read_bytes()
+    run = run_here("report", "lru", "compare.json", "-o", name, cwd=results)
+    assert run.returncode == 2
+    assert f"cannot write {name}" in run.stderr
+    assert (results / name).read_bytes() == before
+
+
+def test_the_size_is_told_and_equal_results_make_equal_pages(results):
+    """Nothing in a page depends on when it was made."""
+    runs = [run_here("report", "lru", "-o", name, cwd=results) for name in ("a.html", "b.html")]
+    assert [run.stdout for run in runs] == ["a.html: 2.01 MB\n", "b.html: 2.01 MB\n"]
+    pages = [(results / name).read_bytes() for name in ("a.html", "b.html")]
+    assert pages[0] == pages[1]
+
+
+def test_a_run_has_the_numbers_of_its_summary(results):
+    """Tables say what the terminal says; charts hold what the files hold."""
+    summary = json.loads((results / "lru/summary.json").read_bytes())
+    rows = map(json.loads, (results / "lru/requests.jsonl").read_text().splitlines())
+    found = reported(results, "lru")
+    times = tables(found)["Times by mean and percentile"]
+    assert [row[0] for row in times] == ["TTFT", "TPOT", "ITL", "E2E", "queueing"]
+    ratio = summary["hit"]["ratio"]["block"]
+    assert ["prefix hits", f"{ratio:.1%} of {summary['hit']['lookup_blocks']:,} blocks"] in (
+        tables(found)["Figures of the run"]
+    )
+    drawn = charts(found)
+    ttft = next(
+        line for line in drawn["Latency of requests"]["lines"] if line["name"] == "TTFT"
+    )
+    assert sorted(row["ttft_s"] for row in rows) == ttft["x"]
+    assert drawn["The pool"]["top"] == summary["pool"]["blocks"]
+    so_far = drawn["Hits"]["lines"][1]["y"]
+    assert so_far[-1] == pytest.approx(100 * ratio)
+
+
+def test_the_regret_of_a_trace_is_that_of_explain(results):
+    """Where prompt tokens went adds up to all of them."""
+    explained = json.loads((results / "explain.json").read_bytes())
+    found = reported(results, "lru/trace.jsonl.gz")
+    (series,) = charts(found)["Where the prompt tokens went"]["series"]
+    assert sum(series["values"]) == explained["prompt_tokens"]
+    assert series["values"][0] == explained["hit_tokens"]
+    _, text = told(report_page([results / "lru"]))
+    assert f"{explained['lost']['policy']['tokens']:,} tokens, at least" in text
+    assert (
+        tables(found)["Missed tokens by reason"]
+        == (tables(reported(results, "explain.json"))["Missed tokens by reason"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--tier", "host:memory=4GiB"), "tokens came from lower tiers."),
+        (("--prefix", "none"), "Nothing that missed had been evicted."),
+    ],
+)
+def test_regret_is_of_the_pool_alone(tmp_path, options, says):
+    """What tiers gave back is told beside it; without evictions there is nothing to divide."""
+    work = ("zipf:requests=60,rate=40", "--blocks", 300, "--no-search")
+    run_here("simulate", *work, *options, "--out", "run", cwd=tmp_path)
+    _, text = told(report_page([tmp_path / "run"]))
+    assert says in text
+
+
+def test_the_regret_of_a_comparison_is_the_distance_from_the_optimum(results):
+    """In blocks and in tokens; the optimum's own rows are left out."""
+    document = json.loads((results / "compare.json").read_bytes())
+    hits = {(row["eviction"], row["blocks"]): row["hit_blocks"] for row in document["rows"]}
+    rows = tables(reported(results, "compare.json"))
+    less = rows["Blocks that hit, against the optimum in the same pool"]
+    assert [row[:6] for row in less] == [
+        [
+            policy,
+            f"{size}",
+            f"{hits[policy, size]:,}",
+            f"{hits['optimum', size]:,}",
+            f"{hits['optimum', size] - hits[policy, size]:,}",
+            f"{16 * (hits['optimum', size] - hits[policy, size]):,}",
+        ]
+        for policy in ("lru", "lfu")
+        for size in (100, 400)
+    ]
+
+
+def test_runs_stand_side_by_side(results):
+    """With the settings that differ, differences of figures, and lines in one chart."""
+    found = reported(results, "lru", "lfu")
+    assert [section["title"] for section in found["sections"]] == [
+        "Runs side by side",
+        "Run: lru",
+        "Run: lfu",
+    ]
+    side = {"sections": found["sections"][:1]}
+    assert [row[0] for row in tables(side)["Settings that differ"]] == ["eviction"]
+    figures = {row[0]: row[1:] for row in tables(side)["Figures"]}
+    hits = [
+        json.loads((results / name / "summary.json").read_bytes())["hit"]["hit_blocks"]
+        for name in ("lru", "lfu")
+    ]
+    change = f"{hits[1] - hits[0]:+,}" if hits[0] != hits[1] else "="
+    assert figures["blocks hit"] == [f"{hits[0]:,}", f"{hits[1]:,}", change]
+    drawn = charts(side)
+    for title in ("TTFT of requests", "TPOT of requests", "The pool", "Hits"):
+        assert [line["name"] for line in drawn[title]["lines"]] == ["lru", "lfu"]
+    reasons = drawn["Where the prompt tokens went"]["series"]
+    assert [sum(each["values"]) for each in reasons] == [pytest.approx(100)] * 2
+
+
+def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path):
+    """Lines are named after policy and result, and a size only one has is a dash."""
+    other = run_here("compare", "zipf:requests=80", "--blocks", "400", "--json", cwd=results)
+    (tmp_path / "other.json").write_text(other.stdout)
+    found = told(report_page([results / "compare.json", tmp_path / "other.json"]))[0]
+    side = {"sections": found["sections"][:1]}
+    names = [line["name"] for line in charts(side)["Hits by pool size"]["lines"]]
+    assert "lru, compare.json" in names
+    assert "lru, other.json" in names
+    rows = {tuple(row[:2]): row[2:] for row in tables(side)["Hits by policy and pool size"]}
+    assert rows["lru", "100"][1:] == ["–", "–"]
+    assert rows["lru", "400"][2].endswith(" points")
+
+
+def test_what_needs_a_trace_is_told_with_the_command_that_makes_one(results):
+    """A document alone pretends nothing; the command runs, and its trace can be reported."""
+    for name in ("simulate.json", "whatif.json", "size.json"):
+        titles = [
+            part["text"]
+            for part in reported(results, name)["sections"][0]["parts"]
+            if part["kind"] == "heading"
+        ]
+        assert "Regret" not in titles
+    found = reported(results, "compare.json")
+    commands = [
+        part["text"] for part in found["sections"][0]["parts"] if part["kind"] == "command"
+    ]
+    for line in commands:
+        run = run_here(*shlex.split(line)[1:], cwd=results)
+        assert run.returncode == 0, run.stderr
+    assert (results / "run.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("compare.json", lambda found: [row["hit_blocks"] for row in found["rows"]]),
+        ("memory.json", lambda found: [row["hit_blocks"] for row in found["rows"]]),
+        ("curve.json", lambda found: found["curves"]),
+        ("plane.json", lambda found: found["points"]),
+        ("size.json", lambda found: found),
+        ("whatif.json", lambda found: found["rerun"]),
+        ("explain.json", lambda found: found),
+        ("one.json", lambda found: found),
+    ],
+)
+def test_the_command_of_a_report_makes_the_result_again(results, name, same):
+    """With the same numbers."""
+    parts = reported(results, name)["sections"][0]["parts"]
+    line = next(part["text"] for part in parts if part["kind"] == "command")
+    run = run_here(*shlex.split(line)[1:], cwd=results)
+    assert run.returncode == 0, run.stderr
+    assert same(json.loads(run.stdout)) == same(json.loads((results / name).read_bytes()))
+
+
+def test_the_command_of_a_run_simulates_it_again(results, tmp_path):
+    """Request by request."""
+    parts = reported(results, "lfu")["sections"][0]["parts"]
+    line = next(part["text"] for part in parts if part["kind"] == "command")
+    run = run_here(*shlex.split(line)[1:], cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    rows = [
+        (folder / "requests.jsonl").read_bytes()
+        for folder in (results / "lfu", tmp_path / "results")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_the_grid_of_a_sweep_makes_it_again(results, tmp_path):
+    """The axes are found in its rows."""
+    parts = reported(results, "sweep.csv")["sections"][0]["parts"]
+    grid, line = (part["text"] for part in parts if part["kind"] == "command")
+    (tmp_path / "grid.toml").write_text(grid)
+    run = run_here(*shlex.split(line)[1:], "--jobs", 1, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "results.csv").read_bytes() == (results / "sweep.csv").read_bytes()
+
+
+def test_a_result_that_python_wrote_is_reported(tmp_path):
+    """Its summary does not say what was run, which the page says; all else is there."""
+    kvcore.simulate("zipf:requests=30").write(tmp_path / "mine")
+    found = reported(tmp_path, "mine")
+    assert "TTFT, mean" in [row[0] for row in tables(found)["Figures of the run"]]
+    assert "Latency of requests" in charts(found)
+    _, text = told(report_page([tmp_path / "mine"]))
+    assert "The summary does not say" in text
+
+
+def test_a_run_that_is_too_much_says_so_first(tmp_path):
+    """As the terminal does."""
+    run = run_here(
+        *("simulate", "--limit", 2000, "--rate-scale", 20, "--no-search", "--block-size", 512),
+        *("--out", "much"),
+        cwd=tmp_path,
+    )
+    assert run.stdout.startswith("SATURATED: ")
+    first = reported(tmp_path, "much")["sections"][0]["parts"][0]
+    assert first["kind"] == "warning"
+    assert first["text"].startswith("SATURATED: mooncake asks for")
+
+
+def test_strings_of_results_are_no_markup(results, tmp_path):
+    """Names, options and errors of any text are data, which no parser of HTML sees."""
+    document = json.loads((results / "compare.json").read_bytes())
+    document["workload"]["name"] = document["rows"][0]["eviction"] = MARKUP
+    (tmp_path / "c.json").write_text(json.dumps(document))
+    page = report_page([tmp_path / "c.json"], title=MARKUP)
+    assert b"alert(" not in page.replace(b"alert(&#x27;x&#x27;)", b"")
+    found, text = told(page)
+    assert found["title"] == MARKUP
+    assert json.dumps(MARKUP)[1:-1] in text

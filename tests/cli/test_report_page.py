@@ -1,0 +1,153 @@
+"""The page of a report in a real browser."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from helpers.browser import NARROW, browsing, tab
+from helpers.commands import run_here
+from helpers.pages import data_of
+
+MARKUP = "</script><script>document.title='got it'</script><b>\"&amp;<img src=x onerror=boom()>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Return a browser."""
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Return a page of two runs, a comparison whose strings are markup, and a plan."""
+    folder = tmp_path_factory.mktemp("page")
+    work = ("zipf:requests=120,rate=40", "--blocks", 400)
+    for policy in ("lru", "lfu"):
+        run_here("simulate", *work, "--eviction", policy, "--out", policy, cwd=folder)
+    compare = run_here("compare", "zipf:requests=80", "--blocks", "100,400", "--json")
+    document = json.loads(compare.stdout)
+    document["workload"]["name"] = MARKUP
+    for row in document["rows"][:2]:
+        row["eviction"] = MARKUP
+    (folder / "compare.json").write_text(json.dumps(document))
+    fleet = ("--device", "h100", "--slo", "ttft=2", "--max-gpus", 1, "--jobs", 1)
+    run_here("plan", "zipf:requests=20", *fleet, "--out", "plan", cwd=folder)
+    names = ("lru", "lfu", "compare.json", "plan")
+    run = run_here("report", *names, "-o", "page.html", "--title", MARKUP, cwd=folder)
+    assert run.returncode == 0, run.stderr
+    return folder / "page.html"
+
+
+def drawn(opened, page):
+    """Open the page, and wait until its charts are drawn."""
+    opened.open(page).wait_for_selector("body[data-drawn]", timeout=60_000)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def light(browser, page):
+    """Return the page on a laptop."""
+    with tab(browser) as opened:
+        yield drawn(opened, page)
+
+
+@pytest.fixture(scope="module")
+def dark(browser, page):
+    """Return the page on a phone, in the dark."""
+    with tab(browser, NARROW, scheme="dark") as opened:
+        yield drawn(opened, page)
+
+
+@pytest.mark.parametrize("kind", ["light", "dark"])
+def test_it_opens_offline_and_fits(request, kind):
+    """Without a complaint or a request; what is wider than a phone scrolls in its own box."""
+    opened = request.getfixturevalue(kind)
+    assert (opened.complaints, opened.requests) == ([], [])
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    wide = """[...document.querySelectorAll(".chart, pre, figure, .scroll")].filter(
+        (each) => each.getBoundingClientRect().right > innerWidth + 0.5).length"""
+    assert opened.page.evaluate(wide) == 0
+
+
+def test_it_shows_what_its_data_say(light, page):
+    """Every cell of every table, and every line and bar of every chart."""
+    data = data_of(page.read_bytes(), "report")
+    parts = [part for section in data["sections"] for part in section["parts"]]
+    shown = light.page
+    cells = """[...document.querySelectorAll("main section table")].filter(
+        (table) => !table.closest("details")).map((table) => [...table.tBodies[0].rows].map(
+        (row) => [...row.cells].map((cell) => cell.textContent)))"""
+    assert shown.evaluate(cells) == [part["rows"] for part in parts if part["kind"] == "table"]
+    lines = """[...document.querySelectorAll(".chart")].map((chart) => chart.data.map(
+        (trace) => [...(trace.type === "bar" ? trace.x : trace.y)]))"""
+    charts = [part for part in parts if part["kind"] in ("chart", "bars")]
+    assert shown.evaluate(lines) == [
+        [line["y"] for line in part["lines"]]
+        if part["kind"] == "chart"
+        else [series["values"] for series in part["series"]]
+        for part in charts
+    ]
+    labels = [f"{part['title']}. {part['about']}" for part in charts]
+    named = '[...document.querySelectorAll("[role=img]")].map((each) => each.ariaLabel)'
+    assert shown.evaluate(named) == labels
+    assert shown.locator("figure details table").count() == len(charts)
+
+
+def test_markup_in_results_stays_text(light):
+    """In titles, tables, legends, charts and the contents."""
+    shown = light.page
+    assert shown.title() == MARKUP
+    assert shown.locator("h1").text_content() == MARKUP
+    assert shown.locator("main img, main b, main script").count() == 0
+    assert shown.locator("main").text_content().count(MARKUP) > 3
+    texts = '[...document.querySelectorAll(".chart text")].map((each) => each.textContent)'
+    assert MARKUP in shown.evaluate(texts)
+
+
+def test_it_can_be_walked_through(light):
+    """Headings in order, contents that lead to them, and columns and rows that are named."""
+    shown = light.page
+    levels = '[...document.querySelectorAll("h1, h2, h3")].map((each) => +each.tagName[1])'
+    found = shown.evaluate(levels)
+    assert found[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(found))
+    links = shown.evaluate('[...document.querySelectorAll("nav a")].map((a) => a.hash)')
+    assert len(links) == found.count(2) - 1 + found.count(3)
+    assert all(shown.locator(link).count() == 1 for link in links)
+    assert shown.evaluate('document.querySelectorAll("th:not([scope])").length') == 0
+    shown.locator("summary").first.focus()
+    shown.keyboard.press("Enter")
+    assert shown.locator("figure details").first.locator("table").is_visible()
+
+
+WIDTHS = """[...document.querySelectorAll(".chart svg.main-svg")].map(
+    (each) => +each.getAttribute("width"))"""
+
+
+def test_charts_follow_the_window(dark):
+    """They are drawn again when it gets wider or narrower, within it."""
+    shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
+    before = shown.evaluate(WIDTHS)
+    last = shown.locator(".chart svg.main-svg").last
+    shown.set_viewport_size({"width": 700, "height": 800})
+    expect(last).not_to_have_attribute("width", str(before[-1]))
+    assert before[-1] < shown.evaluate(WIDTHS)[-1] < 700
+    shown.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
+    expect(last).to_have_attribute("width", str(before[-1]))
+
+
+def test_it_prints_in_light_colours_as_wide_as_paper(dark):
+    """Charts of a dark page are drawn again for paper, and afterwards for the screen."""
+    shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
+    ground = "getComputedStyle(document.body).backgroundColor"
+    before = shown.evaluate(ground), shown.evaluate(WIDTHS)
+    last = shown.locator(".chart svg.main-svg").last
+    shown.evaluate("dispatchEvent(new Event('beforeprint'))")
+    expect(last).to_have_attribute("width", "680")
+    assert set(shown.evaluate(WIDTHS)) == {680}
+    assert shown.evaluate(ground) == "rgb(255, 255, 255)"
+    shown.evaluate("dispatchEvent(new Event('afterprint'))")
+    expect(last).to_have_attribute("width", str(before[1][-1]))
+    assert (shown.evaluate(ground), shown.evaluate(WIDTHS)) == before
+    assert dark.complaints == []

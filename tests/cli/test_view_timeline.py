@@ -1,0 +1,256 @@
+"""The page of a trace: when requests do what, curves, events in words, and the chosen request."""
+
+import re
+
+import pytest
+from helpers import traces
+from helpers.browser import NARROW, WIDE, browsing, tab
+
+from kvcore.analysis.timeline import NEVER, Timeline
+from kvcore.cli import main as frame
+from kvcore.pages import view_page
+
+OVERLOADED = (
+    *("simulate", "zipf:requests=300,rate=50,prefixes=20,prefix_tokens=256,suffix_tokens=64,output_tokens=64"),
+    *("--block-size", "16", "--blocks", "60"),
+)
+
+PHASES = """() => {
+  const { playback, lives } = kvcore.sides[0];
+  const { request, kind, start, end, whom } = lives.phases;
+  const id = (number) => (number < 0 ? null : playback.requests.id[number]);
+  return request.map((each, at) =>
+    [id(each), kind[at], playback.times[start[at]], playback.times[end[at]], id(whom[at])])
+    .filter(([, , from, to]) => to > from);
+}"""
+
+CHUNKS = """() => {
+  const { playback, lives } = kvcore.sides[0];
+  const { request, row } = lives.chunks;
+  return row.map((each, at) => [playback.requests.id[request[at]], playback.times[each]]);
+}"""
+
+CURVES = """() => Object.fromEntries([...document.querySelectorAll("#curves .plot")].flatMap((plot) =>
+  plot.data.map(({ name, x, y }) => [name, [...x].map((time, at) => [Math.round(time * 1e9), y[at]])])))"""
+
+GAUGES = {"cached": "cached", "private": "private", "waiting": "waiting", "running": "running"}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Return a browser for all tests here."""
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder for traces and pages."""
+    return tmp_path_factory.mktemp("view")
+
+
+def overload(path):
+    """Record a simulated server that preempts."""
+    assert frame.run([*OVERLOADED, "--trace", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def overloaded(folder):
+    """Return the path of the trace of a server that preempts, and of its page."""
+    trace, page = overload(folder / "overloaded.jsonl"), folder / "overloaded.html"
+    page.write_bytes(view_page([trace]))
+    return trace, page
+
+
+@pytest.fixture(scope="module")
+def page(browser, overloaded):
+    """Return the page of that server, opened once; it must not complain."""
+    with tab(browser) as found:
+        page = found.open(overloaded[1])
+        page.wait_for_selector("#curves[data-drawn]")
+        yield page
+        assert (found.complaints, found.requests) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [overload, traces.serve, traces.rest, traces.compact, traces.record, traces.forget],
+)
+def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, record):
+    """The page finds from its rows what Timeline.read finds from the lines."""
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    record(trace)
+    file.write_bytes(view_page([trace]))
+    timeline = Timeline.read(trace)
+    ids = [*map(str, timeline.requests.ids), None]
+    with tab(browser) as found:
+        page = found.open(file)
+        page.wait_for_selector("#curves[data-drawn]")
+        assert page.evaluate(PHASES) == [
+            [ids[request], kind, start, end, ids[whom]]
+            for request, kind, start, end, whom in timeline.phases
+        ]
+        chunks = zip(timeline.chunks.request, timeline.chunks.time, strict=True)
+        assert page.evaluate(CHUNKS) == [[ids[request], time] for request, time in chunks]
+        curves = page.evaluate(CURVES)
+        assert found.complaints == []
+    series = timeline.series
+    shown = {name: getattr(series, column) for name, column in GAUGES.items()} | series.tiers
+    for name, column in shown.items():
+        if name in ("waiting", "running") and timeline.header["mode"] == "untimed":
+            continue
+        expected = dict(zip(series.time, column, strict=True))
+        assert 1 < len(curves[name]) <= 4 * 375 + 1, name
+        begun = [point for point in curves[name] if point[0] >= series.time[0]]  # after HEADER
+        assert all(expected[time] == value for time, value in begun), name
+        assert {max(column), min(column)} <= {value for _, value in curves[name]}, name
+
+
+def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
+    """The ratio so far and that of the last minute are those of Timeline, at each time kept."""
+    curves, series = page.evaluate(CURVES), Timeline.read(overloaded[0]).series
+    for name, window in (("so far", None), ("of the last 60 s", 60 * 10**9)):
+        expected = dict(zip(series.time, series.hit_ratio(window), strict=True))
+        assert curves[name]
+        assert all(expected[time] == pytest.approx(value) for time, value in curves[name])
+
+
+def test_a_click_on_a_curve_goes_to_that_time(page):
+    """The clock goes to where the curve is pressed."""
+    page.evaluate("kvcore.seek(kvcore.begin)")
+    curve = page.locator(".curve").first
+    inside = curve.bounding_box()["width"] - 54
+    curve.click(position={"x": 44 + inside / 2, "y": 60})
+    part = page.evaluate("(kvcore.time - kvcore.begin) / (kvcore.end - kvcore.begin)")
+    assert part == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_card_says_what_explain_prints(page, overloaded, capsys):
+    """The reasons on the page are the words of `kvcore explain`, and TTFT is the timeline's."""
+    timeline = Timeline.read(overloaded[0])
+    for row in (0, 150, len(timeline.requests) - 1):
+        name = timeline.requests.ids[row]
+        page.fill("#request", str(name))
+        page.keyboard.press("Tab")
+        page.wait_for_function(
+            "name => document.querySelector('#why-0')?.textContent.startsWith(`Request ${name} `)",
+            arg=str(name),
+        )
+        capsys.readouterr()
+        assert frame.run(["explain", str(overloaded[0]), str(name)]) == 0
+        paragraphs = page.locator("#why-0 p").all_text_contents()
+        assert " ".join(" ".join(paragraphs).split()) == " ".join(capsys.readouterr().out.split())
+        first = timeline.requests.first_token[row]
+        assert first != NEVER
+        assert f"first token{first / 1e9:,.3f} s" in page.locator("#request-panel dl").text_content()
+
+
+def test_ids_and_times_in_the_reasons_can_be_pressed(page):
+    """A request that is named gets chosen, and the clock goes to a time that is told."""
+    page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 250 })")
+    page.wait_for_selector("#why-0 .ref")
+    names = page.locator("#why-0 .ref[title='Choose this request']")
+    other = names.last.text_content()
+    page.locator("#why-0 .ref[title='Go to this time']").first.click()
+    told = page.locator("#why-0 .ref[title='Go to this time']").first.text_content()
+    seconds = page.evaluate("kvcore.time / 1e9")
+    assert seconds == pytest.approx(float(told.split()[0]), abs=0.001)
+    names.last.click()
+    page.wait_for_function("id => document.querySelector('#request').value === id", arg=other)
+
+
+def test_events_are_told_in_words(page, overloaded):
+    """Each kind of line has a sentence, with its number; the current one is marked."""
+    page.select_option(".log-panel select", "all")
+    kinds = {}
+    for line in traces.lines(overloaded[0]):
+        kinds.setdefault(line["event"], line)
+    assert {"EVICT", "PREEMPT", "HIT", "COMMIT", "FINISH"} <= set(kinds)
+    for kind, line in kinds.items():
+        page.evaluate("row => kvcore.seekRow(kvcore.sides[0], row)", line["n"])
+        marked = page.locator(f".log li[data-row='{line['n']}'][aria-current]")
+        marked.wait_for()
+        told = marked.text_content()
+        assert f"{line['n'] + 1:,} " in told
+        assert kind in told
+        assert not re.search("undefined|NaN|null", told)
+    evict = kinds["EVICT"]
+    page.evaluate("row => kvcore.seekRow(kvcore.sides[0], row)", evict["n"])
+    marked = page.locator(f".log li[data-row='{evict['n']}'][aria-current]")
+    blocks = sum(abs(count) for _, count in evict["runs"])
+    assert f"{blocks} block" in marked.text_content()
+    assert f"by {evict['by']} for request {evict['for']}" in marked.text_content()
+
+
+def test_the_next_eviction_is_found(page, overloaded):
+    """The buttons go to the next and the previous line that the filter lets through."""
+    rows = [line["n"] for line in traces.lines(overloaded[0]) if line["event"] == "EVICT"]
+    page.select_option(".log-panel select", "evictions")
+    page.evaluate("kvcore.seekRow(kvcore.sides[0], 0)")
+    following = page.get_by_role("button", name="Next eviction")
+    for row in rows[:3]:
+        following.click()
+        assert page.evaluate("kvcore.sides[0].row") == row
+        page.wait_for_selector(f".log li[data-row='{row}'][aria-current]")
+    page.get_by_role("button", name="Previous eviction").click()
+    assert page.evaluate("kvcore.sides[0].row") == rows[1]
+    shown = page.locator(".log li code").all_text_contents()
+    assert set(shown) == {"EVICT"}
+    assert len(shown) <= 40
+
+
+def test_keys_and_clicks_on_the_timeline(page):
+    """Arrows point at requests, Enter chooses one, plus shows less time; a click chooses too."""
+    page.evaluate("kvcore.seek((kvcore.begin + kvcore.end) / 2)")
+    canvas = page.locator("canvas.timeline")
+    canvas.focus()
+    width = page.evaluate("kvcore.timelineWindow.width")
+    page.keyboard.press("+")
+    assert page.evaluate("kvcore.timelineWindow.width") == pytest.approx(width / 2)
+    page.wait_for_function("kvcore.panels.find((each) => each.window).shown.length > 1")
+    page.keyboard.press("ArrowDown")
+    first = page.evaluate("kvcore.pointed.request")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("kvcore.pointed.request") != first
+    page.keyboard.press("Enter")
+    assert page.evaluate("kvcore.chosen.request") == page.evaluate("kvcore.pointed.request")
+    page.wait_for_function(
+        "document.querySelector('#timeline-note-0').textContent.startsWith('Request ')"
+    )
+    shown = page.evaluate("""() => {
+      const panel = kvcore.panels.find((each) => each.window);
+      const { request, y, from, to } = panel.shown[0];
+      const part = (Math.max(from, panel.window.start) + Math.min(to, panel.window.end)) / 2;
+      const x = ((part - panel.window.start) / panel.window.width) * panel.canvas.clientWidth;
+      return { request, position: { x, y: y + 3 } };
+    }""")
+    canvas.click(position=shown["position"])
+    assert page.evaluate("kvcore.chosen.request") == shown["request"]
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
+def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
+    """Ids stay text in every panel, both sides have a card, and nothing is wider than the window."""
+    bad = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    events = []
+    for line in traces.lines(traces.rest(tmp_path / "plain.jsonl")):
+        changed = {
+            name: f"{bad}{value}" if name in ("id", "request", "for") else value
+            for name, value in line.items()
+        }
+        events.append(changed)
+    files = [traces.seal(tmp_path / name, events) for name in ("a<b>.jsonl", "c.jsonl")]
+    file = tmp_path / "page.html"
+    file.write_bytes(view_page(files))
+    with tab(browser, size, scheme=scheme) as found:
+        page = found.open(file)
+        page.wait_for_selector("#curves[data-drawn]")
+        page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 1 })")
+        page.evaluate("kvcore.seek(kvcore.end)")
+        page.wait_for_selector("#why-1")
+        assert bad in page.locator("#why-0").text_content()
+        assert bad in page.locator("#log-1").text_content()
+        assert page.locator("main script, main img").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert found.complaints == []

@@ -1,0 +1,190 @@
+"""`kvcore watch`, and the same view of a run while it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import traces
+from helpers.commands import run_here
+
+from kvcore import KVCache, Trace
+from kvcore.cli.live import Player
+from kvcore.units import NS_PER_S
+
+SMALL = [
+    "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90,rate=2"
+]
+SMALL += ["--blocks", "220", "--block-size", "16"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Return the trace of a simulation of half a minute."""
+    path = tmp_path_factory.mktemp("watch") / "run.jsonl.gz"
+    assert run_here("simulate", *SMALL, "--trace", path).returncode == 0
+    return path
+
+
+def times(done):
+    """Return the times of the lines that were printed."""
+    return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+def test_a_pipe_gets_lines(recorded):
+    """One every ten seconds of the trace and one for its end, without control characters."""
+    done = run_here("watch", recorded)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert times(done)[:3] == ["0:10.0", "0:20.0", "0:30.0"]
+    assert len(times(done)) == 4
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+
+
+def test_a_part_of_a_trace(recorded):
+    """Up to the time to stop at, and as often as is asked for."""
+    done = run_here("watch", recorded, "--to", "12", "--every", "4", "--from", "5")
+    assert done.returncode == 0
+    assert times(done) == ["0:04.0", "0:08.0", "0:11.9"]
+
+
+def test_a_cut_trace_is_shown_up_to_the_cut(tmp_path, recorded):
+    """And then is an error, in the words of replay."""
+    path = tmp_path / "run.jsonl.gz"
+    path.write_bytes(recorded.read_bytes()[:-2000])
+    done = run_here("watch", path)
+    assert done.returncode == 1
+    assert times(done)[0] == "0:10.0"
+    assert done.stderr == run_here("replay", path).stderr
+
+
+def test_a_line_that_does_not_follow_is_refused(tmp_path):
+    """By its number."""
+    path = traces.serve(tmp_path / "run.jsonl")
+    lines = traces.lines(path)
+    number, hit = next((n, line) for n, line in enumerate(lines, 1) if line["event"] == "HIT")
+    hit["span"] = 999
+    done = run_here("watch", traces.seal(path, lines))
+    assert done.returncode == 1
+    assert f"run.jsonl:{number}: HIT: no span 999 is cached" in done.stderr
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_trace_that_is_written_is_followed(tmp_path, monkeypatch, ending):
+    """Line by line, until its writer has ended it: also the `.part` that it is until then."""
+    path = tmp_path / f"run.jsonl{ending}"
+    trace = Trace(path)
+    cache = KVCache(8, traces.BLOCK, trace=trace, accounting="keys")
+
+    def served():
+        for second, text in enumerate("abcdef"):
+            now = 10 * second * NS_PER_S
+            seq = cache.open(traces.ask(text, text), None, now)
+            cache.commit(seq, seq.request.prompt_tokens, now)
+            cache.close(seq, now)
+            trace.flush()
+            yield
+        trace.close()
+        yield
+
+    steps = served()
+    monkeypatch.setattr(Player, "idle", lambda _: next(steps))
+    done = run_here("watch", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert times(done) == ["0:10.0", "0:20.0", "0:30.0", "0:40.0", "0:50.0", "0:50.0"]
+    assert next(steps, "ended") == "ended"
+
+
+def test_a_run_that_is_given_up_ends_the_watch(tmp_path, monkeypatch):
+    """Its trace is cut then, which is said."""
+    path = tmp_path / "run.jsonl"
+    trace = Trace(path)
+    traces.drive(KVCache(8, traces.BLOCK, eviction="lru", trace=trace))
+    trace.flush()
+    monkeypatch.setattr(Player, "idle", lambda _: trace.discard())
+    done = run_here("watch", path)
+    assert done.returncode == 1
+    assert "run.jsonl.part: incomplete: the file ends after line" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.jsonl"], "cannot read the trace none.jsonl"),
+        (["T", "--speed", "0"], "must be above 0, such as 10"),
+        (["T", "--speed", "nan"], "must be above 0, such as 10"),
+        (["T", "--speed", "fast"], "'--speed'"),
+        (["T", "--from", "soon"], "'--from': time 'soon'"),
+        (["T", "--to", "-1"], "'--to': time '-1'"),
+        (["T", "--every", "0"], "--every 0: give the seconds"),
+    ],
+)
+def test_wrong_use_is_refused(recorded, arguments, message):
+    """With what to do, and nothing is shown."""
+    done = run_here("watch", *(str(recorded) if word == "T" else word for word in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_a_run_is_shown_while_it_goes_on(tmp_path, recorded):
+    """On stderr; results and trace are as without, to the byte."""
+    path = tmp_path / "run.jsonl.gz"
+    done = run_here("simulate", *SMALL, "--live", "--trace", path)
+    assert done.returncode == 0
+    assert done.stderr == run_here("watch", recorded).stdout
+    assert path.read_bytes() == recorded.read_bytes()
+
+
+def test_a_run_is_shown_without_a_trace(tmp_path):
+    """Which is then kept nowhere."""
+    plain, live = (
+        run_here("simulate", *SMALL, *more, cwd=tmp_path) for more in ([], ["--live"])
+    )
+    assert plain.stdout.partition("ulated in")[0] == live.stdout.partition("ulated in")[0]
+    assert len(live.stderr.splitlines()) == 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_blocks_that_are_not_cannot_be_shown():
+    """Memory in one piece has none."""
+    done = run_here("simulate", *SMALL, "--live", "--allocation", "contiguous")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--live shows blocks, which --allocation contiguous has none of" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
+@pytest.mark.usefixtures("unmeasured_processes")
+def test_an_interrupt_leaves_the_terminal_as_it_was(recorded):
+    """The picture is drawn; Ctrl-C ends it with 130, and shows the cursor again."""
+    here, there = os.openpty()
+    command = [sys.executable, "-m", "kvcore", "watch", str(recorded), "--speed", "0.001"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(
+        command,
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        os.close(there)
+        shown = b""
+        while b"running" not in shown:
+            shown += os.read(here, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                if not (more := os.read(here, 1 << 16)):
+                    break
+            except OSError:  # what Linux says when the other side is closed
+                break
+            shown += more
+        assert process.wait() == 130
+    os.close(here)
+    text = shown.decode()
+    assert "queue     waiting" in text
+    assert "x0.001" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert text.endswith("kvcore: interrupted\r\n")

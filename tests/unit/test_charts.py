@@ -1,0 +1,167 @@
+"""Charts of tables with an axis: which numbers are drawn, over what, and under which names."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import pytest
+
+from kvcore import InputError, compare, plan
+from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.report import ComparisonReport
+from kvcore.report.charts import (
+    Chart,
+    Panel,
+    comparison_chart,
+    plan_chart,
+    spread,
+    sweep_axis,
+    sweep_chart,
+)
+from kvcore.report.plan import PlanReport
+
+pytest.importorskip("matplotlib")
+
+SMALL = "zipf:requests=60,prefixes=4"
+
+
+def texts(chart, **how):
+    """Return the texts of a chart, which are comments of its SVG."""
+    svg = chart.plot("svg", **how).decode()
+    return set(re.findall("<!-- (.*?) -->", svg, re.DOTALL))
+
+
+def test_a_comparison_by_size():
+    """A line a policy over the sizes, and the bound."""
+    found = compare(SMALL, "lru,lfu,optimum", [160, 400])
+    chart = comparison_chart(ComparisonReport(found))
+    lines = chart.panels[0].lines
+    assert list(lines) == ["lru", "lfu", "optimum"]
+    for row in found.rows:
+        assert (row.blocks, row.hit_ratio["block"]) in lines[row.eviction]
+    assert chart.panels[0].bound == ("never evicts", found.infinite.hit_ratio["block"])
+    told = texts(chart)
+    assert {"160", "400", "lru", "lfu", "optimum", "pool, blocks of 16 tokens"} <= told
+    assert any(text.startswith("Setup: ") for text in told)
+
+
+def test_a_comparison_with_tiers():
+    """What the tiers had as well is a line of its own."""
+    tier = "host:memory=1GiB"
+    found = compare(SMALL, "lru", [160, 400], tier=tier)
+    lines = comparison_chart(ComparisonReport(found)).panels[0].lines
+    assert list(lines) == ["lru", "lru + tiers"]
+    assert [value for _, value in lines["lru + tiers"]] == [
+        row.reuse_ratio["block"] for row in found.rows
+    ]
+
+
+def test_one_size_is_bars():
+    """With their values; a small chart has no caption."""
+    chart = comparison_chart(ComparisonReport(compare(SMALL, "lru,lfu", 160)))
+    value = chart.panels[0].lines["lru"][0][1]
+    told = texts(chart, small=True)
+    assert {"lru", "lfu", f"{100 * value:.3g}%", "blocks looked up that hit"} <= told
+    assert not any(text.startswith("Setup: ") for text in told)
+
+
+def test_nothing_looked_up_is_drawn():
+    """A comparison of which no ratio is known has empty axes."""
+    chart = Chart("none", "", "pool", [Panel("hits", {"lru": []}, str)])
+    assert "none" in texts(chart)
+
+
+@pytest.mark.parametrize(
+    ("axes", "asked", "axis"),
+    [
+        ({"blocks": [1, 2], "eviction": ["lru", "lfu"]}, None, "blocks"),
+        ({"memory": ["1GiB", "2GiB"], "seed": [1, 2]}, None, "memory"),
+        ({"blocks": [1, 2], "block_size": [16, 32]}, "block_size", "block_size"),
+    ],
+)
+def test_the_axis_of_a_sweep(axes, asked, axis):
+    """It is the one of numbers, or the one that was asked for; seeds are names."""
+    assert sweep_axis(Grid("compare", **axes), asked) == axis
+
+
+@pytest.mark.parametrize(
+    ("axes", "asked", "fault"),
+    [
+        ({"blocks": 1, "eviction": ["lru", "lfu"]}, None, "--plot: no number varies"),
+        (
+            {"blocks": [1, 2], "block_size": [16, 32]},
+            None,
+            "and blocks vary: choose",
+        ),
+        ({"blocks": [1, 2]}, "eviction", "--plot-axis eviction: .* there are: blocks"),
+        ({"blocks": 1}, "blocks", "no axis has several numbers"),
+        ({"blocks": [1, 2], "seed": range(25)}, None, "25 lines over blocks"),
+    ],
+)
+def test_what_a_sweep_cannot_be_drawn_over(axes, asked, fault):
+    """The error says what to choose from."""
+    with pytest.raises(InputError, match=fault):
+        sweep_axis(Grid("compare", **axes), asked)
+
+
+def swept(tmp_path, mode, **axes):
+    """Return a small sweep."""
+    with Journal(tmp_path / "journal") as journal:
+        grid = Grid(mode, workload=SMALL, **axes)
+        return sweep(Plan.of(grid), journal, executor=ThisProcess())
+
+
+def test_a_sweep_without_a_clock(tmp_path):
+    """A line a combination of what else varies; a cell that failed has no point."""
+    found = swept(tmp_path, "compare", eviction=["lru", "lfu"], blocks=[160, 400])
+    rows = [*found.rows]
+    rows[0] = {**rows[0], "hit_ratio_block": None, "error": "it died"}
+    chart = sweep_chart(attrs.evolve(found, rows=rows), "blocks")
+    points = [
+        (row["blocks"], row["hit_ratio_block"]) for row in rows if row["eviction"] == "lfu"
+    ]
+    assert chart.panels[0].lines["lfu"] == points
+    assert len(chart.panels[0].lines["lru"]) == 1
+    assert {"lru", "lfu", "blocks", "hits, of blocks", "160", "400"} <= texts(chart)
+
+
+def test_a_sweep_under_a_clock(tmp_path):
+    """A panel a measure, over memory in bytes."""
+    found = swept(tmp_path, "simulate", memory=["1GiB", "2GiB"], scheduler=["fcfs", "lpm"])
+    chart = sweep_chart(found, "memory")
+    assert [panel.label for panel in chart.panels] == [
+        "goodput, requests/s", "TTFT, mean", "hits, of tokens",
+    ]  # fmt: skip
+    assert {"1 GiB", "2 GiB", "fcfs", "lpm"} <= texts(chart)
+
+
+def test_a_plan():
+    """A bar a fleet in each panel, and what was asked for."""
+    found = plan(
+        f"{SMALL},rate=4", slo="ttft=0.2", tier="none", tensor_parallel=[1, 2], max_gpus=2
+    )
+    chart = plan_chart(PlanReport(found))
+    assert len(chart.panels[0].lines) == len(found.options) > 0
+    assert chart.panels[-1].bound == ("asked for", 0.99)
+    assert {"GPUs", "K/V memory in all, GiB", "asked for: 99%"} <= texts(chart)
+    none = attrs.evolve(found, options=[])
+    assert "No fleet of up to 2 GPUs does." in texts(plan_chart(PlanReport(none)))
+
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [
+        ([], []),
+        ([1, 5, 9], [1, 5, 9]),
+        ([5, 5], [4.5, 5.5]),
+        ([5, 5, 5.9], [4.3, 5.3, 6.3]),
+        ([9.9, 10], [9, 10]),
+        ([0, 0.1], [0, 1]),
+        ([1, 1.9, 4.4, 4.4], [0.95, 1.95, 3.9, 4.9]),
+    ],
+)
+def test_names_are_spread(values, places):
+    """Those that are too near lie about their mean, inside the axes."""
+    assert spread(values, 1, 0, 10) == pytest.approx(places)

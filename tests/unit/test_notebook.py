@@ -1,0 +1,192 @@
+"""Results in a notebook: a table with all texts escaped, a plot, and data frames."""
+
+from __future__ import annotations
+
+import re
+import sys
+from base64 import b64decode
+from html.parser import HTMLParser
+
+import attrs
+import pytest
+from helpers import traces
+
+from kvcore import PluginError, compare, plan, simulate
+from kvcore.analysis import curve, explain, whatif
+from kvcore.analysis.quality import Quality, QualityRow
+from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.notebook import data_frame
+from kvcore.report.notebook import ROWS, html
+
+SMALL = "zipf:requests=60,prefixes=4,rate=40"
+
+EVIL = "<script>alert(1)</script>&"
+
+
+def swept(folder):
+    """Return a small sweep."""
+    with Journal(folder / "journal") as journal:
+        grid = Grid("compare", workload=SMALL, eviction=["lru", "lfu"], blocks=[160, 400])
+        return sweep(Plan.of(grid), journal, executor=ThisProcess())
+
+
+def traced(folder):
+    """Return the trace of a small simulation."""
+    simulate(SMALL, blocks=400, trace=folder / "run.jsonl")
+    return folder / "run.jsonl"
+
+
+def quality():
+    """Return what a policy of an odd name might lose."""
+    rows = []
+    for name in ("full", EVIL):
+        row = {field.name: 0.5 for field in attrs.fields(QualityRow)}
+        row |= {"retention": name, "codec": "fp16", "needle_by_depth": None}
+        rows.append(QualityRow(**row | ({"budget": None} if name == "full" else {})))
+    fields = dict.fromkeys((field.name for field in attrs.fields(Quality)), 1)
+    fields |= {"generator": "tiny", "dtype": "fp32", "full_codec": "fp16", "rows": rows}
+    return Quality(**fields)
+
+
+MADE = {
+    "simulation": lambda _: simulate(SMALL),
+    "comparison": lambda _: compare(SMALL, "lru,optimum", [160, 400]),
+    "curves": lambda _: curve(SMALL, "lru,optimum", [160, 400]),
+    "plan": lambda _: plan(
+        SMALL, slo="ttft=1", tier="none", tensor_parallel=1, max_gpus=1, policies=[]
+    ),
+    "sweep": swept,
+    "what-if": lambda folder: whatif(traced(folder), eviction="lfu"),
+    "explanation": lambda folder: explain(traced(folder)),
+    "quality": lambda _: quality(),
+}
+
+
+class Reader(HTMLParser):
+    """Reads the elements, the cells of a table, and the source of a picture."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.cells, self.source = set(), [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        """Note an element."""
+        self.elements.add(tag)
+        self.source = dict(attributes).get("src", self.source)
+
+    def handle_data(self, data):
+        """Note a text."""
+        self.cells.append(data)
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_results_show_a_table_and_a_plot(make, tmp_path):
+    """The plot is a picture in the page; there are no other elements than those of a table."""
+    pytest.importorskip("matplotlib")
+    shown = Reader(make(tmp_path)._repr_html_())
+    assert shown.elements == {"div", "p", "table", "thead", "tbody", "tr", "th", "td", "img"}
+    kind, data = shown.source.split(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert b64decode(data).startswith(b"<?xml")
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_without_matplotlib_there_is_the_table(make, tmp_path, monkeypatch):
+    """Nothing fails, and nothing is drawn."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    shown = Reader(make(tmp_path)._repr_html_())
+    assert "table" in shown.elements
+    assert "img" not in shown.elements
+
+
+def test_texts_are_escaped(tmp_path):
+    """Ids, names and files of others are no markup."""
+    with traces.Trace(tmp_path / f"{EVIL.replace('/', '')}.jsonl") as trace:
+        cache = traces.KVCache(8, traces.BLOCK, trace=trace)
+        cache.close(cache.open(traces.ask(EVIL, "ab"), None, 1), 2)
+    shown = Reader(explain(next(tmp_path.iterdir()))._repr_html_())
+    assert "script" not in shown.elements
+    assert any("<script>" in text for text in shown.cells)
+    assert EVIL in Reader(quality()._repr_html_()).cells
+
+
+def test_a_comparison_of_nothing_is_a_sentence():
+    """There is no table, and nothing to draw."""
+    found = compare(SMALL, "lru", [9])
+    nothing = attrs.evolve(found.infinite, lookup_blocks=0)
+    shown = Reader(attrs.evolve(found, infinite=nothing)._repr_html_())
+    assert shown.elements == {"div", "p"}
+
+
+def test_a_long_table_is_cut(tmp_path):
+    """It says how many rows are missing."""
+    found = swept(tmp_path)
+    rows = [{**row, "blocks": blocks} for row in found.rows for blocks in range(ROWS)]
+    shown = html(attrs.evolve(found, rows=rows))
+    assert len(re.findall("<tr>", shown)) == 1 + ROWS
+    assert "more row" not in shown
+    rows = [{**row, "blocks": blocks} for row in found.rows for blocks in range(ROWS + 3)]
+    assert "<p>3 more rows.</p>" in html(attrs.evolve(found, rows=rows))
+
+
+def test_other_objects_have_no_view():
+    """A result of a new kind needs one."""
+    with pytest.raises(TypeError, match="no view of int"):
+        html(3)
+
+
+COLUMNS = {
+    "simulation": {"id", "ttft_s", "hit_tokens"},
+    "comparison": {"eviction", "blocks", "hit_ratio_block"},
+    "curves": {"eviction", "options", "blocks", "hit_blocks", "hit_ratio"},
+    "plan": {"replicas", "gpus", "pool_bytes", "slo_met"},
+    "sweep": {"blocks", "eviction", "hit_ratio_block", "error"},
+    "what-if": {"request", "recorded_hit_tokens", "rerun_hit_tokens"},
+    "explanation": {"request", "state", "hit_tokens", "capacity_tokens"},
+    "quality": {"retention", "codec", "kl"},
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_results_become_frames(kind, tmp_path):
+    """Each has the columns that it is known by, and a row for each of its parts."""
+    pytest.importorskip("polars")
+    frame = MADE[kind](tmp_path).to_frame()
+    if kind == "what-if" and not len(frame):
+        return  # Nothing changed.
+    assert COLUMNS[kind] <= set(frame.columns)
+    assert len(frame) > 0
+
+
+def test_an_explanation_adds_up(tmp_path):
+    """What hit and what missed is the prompt, in each row."""
+    pytest.importorskip("polars")
+    for row in explain(traced(tmp_path)).to_frame().iter_rows(named=True):
+        parts = [row[name] for name in row if name.endswith("_tokens")]
+        assert sum(parts) == 2 * row["prompt_tokens"]
+
+
+def test_other_libraries_take_frames_by_arrow():
+    """A frame is what the PyCapsule interface of Arrow asks for; pandas, too, imports by it."""
+    pl = pytest.importorskip("polars")
+    frame = compare(SMALL, "lru,lfu", [160]).to_frame()
+
+    @attrs.frozen
+    class Exported:
+        """A frame of a library of which nothing is known but that interface."""
+
+        inner: object
+
+        def __arrow_c_stream__(self, requested_schema=None):
+            return self.inner.__arrow_c_stream__(requested_schema)
+
+    assert pl.DataFrame(Exported(frame)).equals(frame)
+
+
+def test_without_polars_the_error_names_what_has_the_same_data(monkeypatch):
+    """A program can go on without it."""
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(PluginError, match="or make a frame of `it` yourself"):
+        data_frame([], "`it`")

@@ -1,0 +1,218 @@
+"""Plots of traces and results: what is drawn, said and refused, by the texts of an SVG."""
+
+from __future__ import annotations
+
+import re
+import sys
+from xml.dom.minidom import parseString
+
+import pytest
+from helpers import traces
+
+from kvcore import InputError, KVCache, PluginError, Trace, simulate
+from kvcore.analysis.timeline import Kind, Timeline
+from kvcore.report import plots
+from kvcore.trace import rebuild_residency
+
+pytest.importorskip("matplotlib")
+
+TRACED = {"occupancy": plots.occupancy, "hits": plots.hits, "timeline": plots.timeline}
+
+
+def texts(svg):
+    """Return the texts of an SVG, which are comments of their outlines."""
+    return set(re.findall("<!-- (.*?) -->", svg.decode(), re.DOTALL))
+
+
+def drawn(draw, *given):
+    """Return the texts of a plot."""
+    return texts(draw(*given, "svg"))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Return the timeline of a small server: a pause, a recompute, and a rejection."""
+    return Timeline.read(traces.serve(tmp_path_factory.mktemp("served") / "run.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def result():
+    """Return a small simulation."""
+    return simulate("zipf:requests=60,prefixes=4,rate=40", slo="ttft=0.5,tpot=0.02")
+
+
+@pytest.mark.parametrize("draw", TRACED.values(), ids=TRACED)
+def test_a_png(draw, served):
+    """It is one, and the same whenever it is drawn."""
+    picture = draw(served, "png")
+    assert picture.startswith(b"\x89PNG")
+    assert picture == draw(served, "png")
+
+
+def test_occupancy(served):
+    """Blocks by what holds them, and the most requests that wait and run."""
+    found = drawn(plots.occupancy, served)
+    assert {"private", "cached", "free", "blocks of 4 tokens"} <= found
+    assert {"running (at most 1)", "waiting (at most 1)", "time, ns"} <= found
+    assert "Pool of 4 requests, 1 rejected" in found
+    assert any(text.startswith("Setup: kvcore ") for text in found)
+
+
+def test_hits(tmp_path):
+    """Both ratios are labelled with what they are in the end."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        cache = KVCache(8, traces.BLOCK, trace=trace)
+        for now in range(100):
+            seq = cache.open(traces.ask(now, "ab"), None, now)
+            cache.commit(seq, seq.tokens - seq.computed, now)
+            cache.close(seq, now)
+    found = drawn(plots.hits, Timeline.read(tmp_path / "run.jsonl"))
+    assert {"since the start: 49.5%", "in the last 10 ns: 50.0%"} <= found
+    assert "of 200 blocks looked up that hit" in found
+
+
+def test_rows_of_requests(served):
+    """Few requests have names, and marks for what happened to them."""
+    found = drawn(plots.timeline, served)
+    assert {"long", "short", "huge"} <= found
+    assert {"prefill", "decode", "preemption", "first token", "rejected"} <= found
+
+
+def test_many_requests_are_counted(served, monkeypatch):
+    """There is no room for rows; the plot says that it counts."""
+    monkeypatch.setattr(plots, "ROWS", 3)
+    found = drawn(plots.timeline, served)
+    assert any("too many for rows" in text for text in found)
+    assert "2 first tokens, dots; 2 preemptions, crosses" in found
+    assert not found & {"long", "short"}
+
+
+def test_counts_of_phases_add_up(served, monkeypatch):
+    """Means of the bins times their width are the time that requests spent in each phase."""
+    monkeypatch.setattr(plots, "BINS", 7)
+    span = served.end - served.begin
+    for kind, means in plots._means(served, served.begin, span).items():
+        spent = sum(end - begin for _, of, begin, end, _ in served.phases if of is kind)
+        assert sum(means) * span / 7 == pytest.approx(spent)
+        assert min(means) >= -1e-9
+    assert plots._means(served, served.begin, span).keys() == {
+        Kind.PREFILL, Kind.DECODE, Kind.PREEMPTED,
+    }  # fmt: skip
+
+
+def test_ages(tmp_path):
+    """Each distribution has its median, its 99th percentile, and how many blocks it is of."""
+    file = traces.record(tmp_path / "run.jsonl")
+    residency = rebuild_residency(file)
+    found = drawn(plots.ages, residency, Timeline.read(file).header)
+    ages = residency.age_at_eviction.percentiles()
+    told = f"since last use, at eviction: p50 {ages['p50']} ns, p99 {ages['p99']} ns (6 blocks)"
+    assert told in found
+
+
+@pytest.mark.parametrize("draw", TRACED.values(), ids=TRACED)
+def test_without_requests(draw, tmp_path):
+    """An empty pool is drawn, and elsewhere that there is nothing."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        KVCache(8, traces.BLOCK, trace=trace)
+    found = drawn(draw, Timeline.read(tmp_path / "run.jsonl"))
+    assert found & {"free", "Nothing was looked up.", "There are no requests."}
+
+
+def test_ages_of_nothing(tmp_path):
+    """Without hits and evictions there are no ages."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        KVCache(8, traces.BLOCK, trace=trace)
+    header = {**traces.CACHE, "kvcore": "1", "mode": "untimed"}
+    found = drawn(plots.ages, rebuild_residency(tmp_path / "run.jsonl"), header)
+    assert "No block was hit, and none was evicted." in found
+
+
+def test_a_cut_trace_says_so(tmp_path):
+    """What is drawn is not taken for the whole run."""
+    file = traces.serve(tmp_path / "run.jsonl")
+    file.write_bytes(file.read_bytes()[:-400])
+    found = drawn(plots.occupancy, Timeline.read(file))
+    assert any(text.startswith("Incomplete: the file ends") for text in found)
+
+
+@pytest.mark.parametrize("name", ["$x$ \\frac{", "<script>", "\x1b[31m\u202e", "漢字", "-->"])
+def test_texts_of_a_trace_are_drawn_as_they_are(name, tmp_path):
+    """They are no formulas, no markup and no controls."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        cache = KVCache(8, traces.BLOCK, trace=trace)
+        seq = cache.open(traces.ask(name, "ab"), None, 1)
+        cache.commit(seq, 8, 2)
+        cache.close(seq, 3)
+    svg = plots.timeline(Timeline.read(tmp_path / "run.jsonl"), "svg").decode()
+    assert "<script" not in svg
+    assert "\x1b" not in svg
+    assert "\u202e" not in svg
+    assert parseString(svg).documentElement.tagName == "svg"  # noqa: S318 - ours
+
+
+def test_no_clock_no_timeline_and_no_latency(tmp_path):
+    """The errors say what has them."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        cache = KVCache(8, traces.BLOCK, trace=trace)
+        cache.close(cache.open(traces.ask("a", "ab"), None, 1), 1)
+    timeline = Timeline.read(tmp_path / "run.jsonl")
+    with pytest.raises(
+        InputError, match=r"requests take no time in it.* kvcore simulate|`kvcore"
+    ):
+        plots.timeline(timeline, "png")
+    with pytest.raises(InputError, match="it has no clock"):
+        plots.Latencies.of(timeline)
+
+
+def test_latency(served):
+    """Percentiles are labelled, and stand on the distribution."""
+    found = drawn(plots.latency, plots.Latencies.of(served))
+    assert {"queue, 3 requests", "TTFT, 2 requests", "E2E, 3 requests"} <= found
+    assert {"p50 1 ns", "p99 9 ns"} <= found
+
+
+def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
+    """So has the result as it was written; the gaps between tokens are in results alone."""
+    file, out = tmp_path / "run.jsonl", tmp_path / "out"
+    result = simulate("zipf:requests=60,prefixes=4,rate=40", slo="ttft=0.5", trace=file)
+    result.write(out)
+    traced, kept = plots.Latencies.of(Timeline.read(file)), plots.Latencies.of_result(result)
+    read = plots.Latencies.read(out)
+    assert read.samples == kept.samples
+    for name, times in kept.samples.items():
+        assert sorted(traced.samples[name]) == pytest.approx(sorted(times))
+    assert traced.expected == kept.expected == read.expected == {"TTFT": 0.5}
+    assert read.gaps == kept.gaps == result.itl.as_dict()
+    found = drawn(plots.latency, read)
+    assert {"SLO 500 ms", "ITL, percentiles as recorded"} <= found
+    assert "SLO 500 ms" in drawn(plots.latency, traced)
+
+
+def test_latency_of_what_was_never_admitted(tmp_path):
+    """There is nothing to draw."""
+    with Trace(tmp_path / "run.jsonl", mode="model") as trace:
+        KVCache(8, traces.BLOCK, trace=trace)
+        trace.request(traces.ask("huge", "h", 99), 0)
+        trace.reject(0, request="huge", why="too long")
+    found = drawn(plots.latency, plots.Latencies.of(Timeline.read(tmp_path / "run.jsonl")))
+    assert "No request was admitted." in found
+
+
+@pytest.mark.parametrize(
+    ("summary", "requests"), [(None, ""), ("{", ""), ("{}", ""), ("[]", "{}"), ("{}", "{")]
+)
+def test_a_folder_that_is_no_result(summary, requests, tmp_path):
+    """It is named, whatever is wrong in it."""
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+        (tmp_path / "requests.jsonl").write_text(requests)
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        plots.Latencies.read(tmp_path)
+
+
+def test_without_matplotlib(served, monkeypatch):
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PluginError, match=r"a plot needs matplotlib .*'kvcore\[lab\]'"):
+        plots.occupancy(served, "png")

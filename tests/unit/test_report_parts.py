@@ -1,0 +1,106 @@
+"""The parts of a report: charts with their numbers, commands, what a sweep varied."""
+
+from pathlib import Path
+
+import pytest
+
+from kvcore.pages.report import _labels
+from kvcore.pages.report_documents import SeenGrid
+from kvcore.pages.report_parts import Axis, Line, chart, command, distributions, settings, table
+
+TIME, SHARE = Axis("time", "s"), Axis("share", "%")
+
+
+def test_a_distribution_counts_what_has_no_place_on_its_scale():
+    """Times of 0 lie below the first point of a logarithmic axis, and are in the table."""
+    axis = Axis("time", "s", log=True)
+    (part,) = distributions("", "", axis, {"TTFT": [2.0, 0.0, 1.0, 0.0], "none": []})
+    (line,) = part["lines"]
+    assert (line["x"], line["y"]) == ([1.0, 2.0], [75.0, 100.0])
+    assert 0 <= line["label_at"] < 2
+    rows = dict(part["numbers"]["rows"])
+    assert (rows["50%"], rows["75%"], rows["100%"]) == ("0 ns", "1 s", "2 s")
+
+
+def test_a_long_line_has_a_short_table_with_both_ends():
+    """A step holds its value; a point that a line lacks is empty."""
+    steps = Line("held", [0, 1000], [10.0, 20.0], "blue", step=True)
+    points = Line("seen", range(1000), [*map(float, range(1000))], "orange")
+    (part,) = chart("", "", TIME, SHARE, [steps, points])
+    rows = part["numbers"]["rows"]
+    assert len(rows) == 24
+    assert rows[0] == ["0 ns", "10.0%", "0.0%"]
+    assert rows[-1] == ["1,000 s", "20.0%", ""]
+    assert {row[1] for row in rows[1:-1]} == {"10.0%"}
+
+
+def test_nothing_to_show_is_no_part():
+    """Neither an empty chart nor an empty table takes room."""
+    assert chart("", "", TIME, SHARE, [Line("none", [], [], "blue")]) == []
+    assert table("", ["a"], []) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"summary": True}, "kvcore explain 'a b.jsonl' --summary"),
+        ({"json": False, "chunked": False}, "kvcore explain 'a b.jsonl' --no-chunked"),
+        ({"blocks": [1, 2], "model": None}, "kvcore explain 'a b.jsonl' --blocks 1,2"),
+        ({"slo": {"ttft": 2 * 10**9}}, "kvcore explain 'a b.jsonl' --slo ttft=2"),
+        (
+            {"tier": [{"name": "host", "options": {"memory": 8}}]},
+            "kvcore explain 'a b.jsonl' --tier host:memory=8",
+        ),
+        (
+            {"eviction": {"name": "x; rm", "options": {"a": None, "b": 1}}},
+            "kvcore explain 'a b.jsonl' --eviction 'x; rm:b=1'",
+        ),
+    ],
+)
+def test_commands_are_quoted_for_a_shell(options, text):
+    """Whatever files and plugins are called."""
+    assert command("explain", "a b.jsonl", **options) == text
+
+
+def test_the_part_of_a_workload_becomes_options():
+    """As commands take it; what it was not shrunk by is left out."""
+    options = {"path": None, "limit": 5, "window": "0:9", "shrink": 1}
+    source = {"name": "mooncake", "options": options}
+    assert command("curve", source) == "kvcore curve mooncake --limit 5 --window 0:9"
+
+
+def test_settings_leave_out_what_was_not_set():
+    """Plugins have every option, and the coefficients of a latency model are none."""
+    header = {
+        "n": 0,
+        "mode": "model",
+        "tiers": [],
+        "latency": {"compute": {"token_ps": 3.5}},
+        "plugins": {"latency": {"name": "roofline", "options": {"compute": 0.5}}},
+        "slo": {"ttft": 30 * 10**9, "tpot": None},
+        "workload": {"name": "zipf", "options": {"requests": 9}, "digest": "d1"},
+    }
+    assert dict(settings(header)) == {
+        "mode": "model",
+        "latency": "roofline:compute=0.5",
+        "slo": "ttft=30 s",
+        "workload": "zipf:requests=9",
+        "workload digest": "d1",
+    }
+
+
+def test_pools_that_follow_from_something_else_are_no_axis():
+    """Where all else tells cells apart, their blocks are what fits."""
+    rows = [
+        {"codec": codec, "blocks": blocks} for codec, blocks in (("fp16", 10), ("int8", 20))
+    ]
+    assert SeenGrid.of("simulate", rows).varied == ["codec"]
+    rows += [row | {"blocks": 99} for row in rows]
+    assert SeenGrid.of("simulate", rows).varied == ["codec", "blocks"]
+
+
+def test_labels_are_the_shortest_ends_that_differ():
+    """Folders above are named where files are called alike."""
+    assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
+    assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]
+    assert _labels(["a/run", "a/run"]) == ["run", "run"]
