@@ -72,7 +72,7 @@ class RequestPanel {
       element("dl", {}, facts.flatMap(([name, told]) => [element("dt", {}, name), element("dd", {}, told)])),
       element("p", { class: "now-here", role: "status" }),
       element("h3", {}, "Why it missed"),
-      element("div", { class: "why", id: `why-${side.number}` }, this._why(side, requests.why[request])));
+      element("div", { class: "why", id: `why-${side.number}` }, this._why(side, side.playback.why(request))));
   }
 
   /** Return what the other side hit. */
