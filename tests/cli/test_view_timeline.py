@@ -11,7 +11,10 @@ from kvcore.cli import main as frame
 from kvcore.pages import view_page
 
 OVERLOADED = (
-    *("simulate", "zipf:requests=300,rate=50,prefixes=20,prefix_tokens=256,suffix_tokens=64,output_tokens=64"),
+    *(
+        "simulate",
+        "zipf:requests=300,rate=50,prefixes=20,prefix_tokens=256,suffix_tokens=64,output_tokens=64",
+    ),
     *("--block-size", "16", "--blocks", "60"),
 )
 
@@ -140,10 +143,15 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
         capsys.readouterr()
         assert frame.run(["explain", str(overloaded[0]), str(name)]) == 0
         paragraphs = page.locator("#why-0 p").all_text_contents()
-        assert " ".join(" ".join(paragraphs).split()) == " ".join(capsys.readouterr().out.split())
+        assert " ".join(" ".join(paragraphs).split()) == " ".join(
+            capsys.readouterr().out.split()
+        )
         first = timeline.requests.first_token[row]
         assert first != NEVER
-        assert f"first token{first / 1e9:,.3f} s" in page.locator("#request-panel dl").text_content()
+        assert (
+            f"first token{first / 1e9:,.3f} s"
+            in page.locator("#request-panel dl").text_content()
+        )
 
 
 def test_ids_and_times_in_the_reasons_can_be_pressed(page):

@@ -244,7 +244,7 @@ const MODES = {
               add(upto, never);
               continue;
             }
-            const wait = (times[contents.admitted[next]] - now) / NS.s;
+            const wait = (playback.requests.when[next] - now) / NS.s;
             const kept = Math.min(upto, requests.optimum[next]);
             add(kept, 1 + steps.filter((step) => wait >= step).length);
             if (kept < upto) add(upto, never - 1);
@@ -514,8 +514,12 @@ class Life {
 
   /** Return when a later row is: `in 3.2 s, at 12.300 s`. */
   _in(row) {
-    const { times, now } = this.side.playback;
-    return `in ${format.duration(times[row] - now)}, at ${format.moment(times[row])}`;
+    return this._at(this.side.playback.times[row]);
+  }
+
+  /** Return how far a moment is from now, and when that is. */
+  _at(time) {
+    return `in ${format.duration(time - this.side.playback.now)}, at ${format.moment(time)}`;
   }
 
   _state() {
@@ -544,6 +548,7 @@ class Life {
   _origin() {
     const { playback } = this.side;
     const { span } = this;
+    if (this.row < 0) return "Allocated before the window of this page.";
     const when = format.moment(playback.times[this.row]);
     const said = `Allocated for ${this._name(playback.columns.request[this.row])} at ${when}`;
     return span ? `${said}, cached at ${format.moment(span.stored)}.` : `${said}.`;
@@ -566,7 +571,7 @@ class Life {
     const next = contents.nextUser(owner, position, row);
     if (next < 0) return "No later request asks for it.";
     const kept = contents.heldByOptimum(owner, position, row) ? "keeps it for that" : "does not keep it";
-    return `Asked for next by ${this._name(next)} ${this._in(contents.admitted[next])}; the optimum ${kept}.`;
+    return `Asked for next by ${this._name(next)} ${this._at(playback.requests.when[next])}; the optimum ${kept}.`;
   }
 
   _fate() {
@@ -582,7 +587,7 @@ class Life {
     const next = contents.nextUser(owner, this.position, row);
     // A request that is admitted later than the eviction asks for it.
     if (next < 0) return `${said}; nobody asks for it after that.`;
-    const wait = format.duration(playback.times[contents.admitted[next]] - playback.times[row]);
+    const wait = format.duration(playback.requests.when[next] - playback.times[row]);
     return `${said}; ${this._name(next)} asks for it ${wait} later.`;
   }
 

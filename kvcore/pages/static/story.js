@@ -192,10 +192,9 @@ class StoryPanel {
   /** Return how much later than `row` a request is admitted: `3 s later, after 12 other requests`. */
   _later(row, next) {
     const { playback, contents } = this.side;
-    const at = contents.admitted[next];
     const between = contents.rank[next] - contents.rankAt(row) - 1;
     const after = between > 0 ? `, after ${format.counted(between, "other request")}` : "";
-    const wait = playback.times[at] - playback.times[row];
+    const wait = contents.requests.when[next] - playback.times[row];
     return `${wait ? `${format.duration(wait)} later` : "at the same time"}${after}`;
   }
 
