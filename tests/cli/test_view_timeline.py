@@ -9,6 +9,7 @@ from helpers.browser import NARROW, WIDE, browsing, tab
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
 from kvcore.pages import view_page
+from kvcore.pages.playback import Window
 
 OVERLOADED = (
     *(
@@ -108,6 +109,24 @@ def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, r
         begun = [point for point in curves[name] if point[0] >= series.time[0]]  # after HEADER
         assert all(expected[time] == value for time, value in begun), name
         assert {max(column), min(column)} <= {value for _, value in curves[name]}, name
+
+
+def test_a_part_of_a_trace_has_the_curves_of_the_whole(browser, overloaded, tmp_path):
+    """Requests that arrived or were admitted before the window are counted, and so are hits."""
+    whole, file = Timeline.read(overloaded[0]).series, tmp_path / "part.html"
+    begin, end = 4 * 10**9, 9 * 10**9
+    file.write_bytes(view_page([overloaded[0]], window=Window(begin, end)))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.wait_for_selector("#curves[data-drawn]")
+        curves = page.evaluate(CURVES)
+        assert found.complaints == []
+    shown = {name: getattr(whole, column) for name, column in GAUGES.items()}
+    for name, column in (shown | {"so far": whole.hit_ratio()}).items():
+        expected = dict(zip(whole.time, column, strict=True))
+        assert len(curves[name]) > 50, name
+        assert all(begin <= time < end for time, _ in curves[name]), name
+        assert all(expected[time] == pytest.approx(value) for time, value in curves[name]), name
 
 
 def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
