@@ -1,4 +1,4 @@
-"""The page of a trace: when requests do what, curves, events in words, and the chosen request."""
+"""The page of a trace: the timeline, curves, events in words, and the chosen request."""
 
 import re
 
@@ -34,8 +34,11 @@ CHUNKS = """() => {
   return row.map((each, at) => [playback.requests.id[request[at]], playback.times[each]]);
 }"""
 
-CURVES = """() => Object.fromEntries([...document.querySelectorAll("#curves .plot")].flatMap((plot) =>
-  plot.data.map(({ name, x, y }) => [name, [...x].map((time, at) => [Math.round(time * 1e9), y[at]])])))"""
+CURVES = """() => {
+  const points = ({ x, y }) => [...x].map((time, at) => [Math.round(time * 1e9), y[at]]);
+  const curves = [...document.querySelectorAll("#curves .plot")].flatMap((plot) => plot.data);
+  return Object.fromEntries(curves.map((curve) => [curve.name, points(curve)]));
+}"""
 
 GAUGES = {"cached": "cached", "private": "private", "waiting": "waiting", "running": "running"}
 
@@ -156,8 +159,8 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
         page.fill("#request", str(name))
         page.keyboard.press("Tab")
         page.wait_for_function(
-            "name => document.querySelector('#why-0')?.textContent.startsWith(`Request ${name} `)",
-            arg=str(name),
+            "start => document.querySelector('#why-0')?.textContent.startsWith(start)",
+            arg=f"Request {name} ",
         )
         capsys.readouterr()
         assert frame.run(["explain", str(overloaded[0]), str(name)]) == 0
@@ -228,7 +231,7 @@ def test_the_next_eviction_is_found(page, overloaded):
 
 
 def test_keys_and_clicks_on_the_timeline(page):
-    """Arrows point at requests, Enter chooses one, plus shows less time; a click chooses too."""
+    """Arrows point at requests, Enter or a click chooses one, plus shows less time."""
     page.evaluate("kvcore.seek((kvcore.begin + kvcore.end) / 2)")
     canvas = page.locator("canvas.timeline")
     canvas.focus()
@@ -258,7 +261,7 @@ def test_keys_and_clicks_on_the_timeline(page):
 
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
-    """Ids stay text in every panel, both sides have a card, and nothing is wider than the window."""
+    """Ids stay text in every panel, both sides have a card, nothing is too wide."""
     bad = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     events = []
     for line in traces.lines(traces.rest(tmp_path / "plain.jsonl")):
