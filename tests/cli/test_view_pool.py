@@ -18,7 +18,8 @@ SERVER = (
     *("--tier", "host:memory=2GiB", "--tier", "disk:memory=8GiB"),
 )
 
-LEGEND = """() => Object.fromEntries([...document.querySelectorAll(".pool .legend li")].map((item) =>
+LEGEND = """() => Object.fromEntries(
+  [...document.querySelectorAll(".pool .legend li")].map((item) =>
   [item.dataset.class, Number(item.querySelector("b").textContent.replaceAll(",", ""))]))"""
 
 SEEK = """async (seconds) => {
@@ -32,8 +33,8 @@ TIERS = """() => [...document.querySelectorAll("[data-tier]")].map((text) =>
 LIVES = """(count) => {
   const panel = kvcore.panels.find((each) => each.life);
   const { cache } = kvcore.sides[0];
-  return [...cache.spans.values()].filter(({ ids, pins }) => ids.length && !pins).slice(0, count)
-    .map(({ ids }) => [ids.at(-1), panel.life(ids.at(-1)).sentences()]);
+  return [...cache.spans.values()].filter(({ pins }) => !pins)
+    .slice(0, count).map(({ ids }) => [ids.at(-1), panel.life(ids.at(-1)).sentences()]);
 }"""
 
 LIT = """(request) => {
@@ -47,7 +48,7 @@ HELD = """(request) => {
   for (const seq of kvcore.sides[0].cache.sequences.values()) {
     if (seq.request !== request) continue;
     for (const id of seq.ids) found.add(id);
-    for (let span = seq.span; span; span = span.parent) for (const id of span.ids) found.add(id);
+    for (let span = seq.span; span; span = span.parent) span.ids.forEach((id) => found.add(id));
   }
   return [...found].sort((one, two) => one - two);
 }"""
@@ -101,10 +102,10 @@ def names(runs, block):
 
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.8, 1.0])
 def test_legend_and_tiers_are_those_of_replay(page, traced, part):
-    """The counts of the legend, and how full each tier is, are what `kvcore replay --at` has."""
-    end = lines(traced)[-1]["t"] / 1e9
-    page.evaluate(SEEK, end * part)
-    told = json.loads(run_here("replay", traced, "--at", f"{end * part:.9f}", "--json").stdout)
+    """The counts of the legend, and how full each tier is, are what `kvcore replay` has."""
+    time = lines(traced)[-1]["t"] / 1e9 * part
+    page.evaluate(SEEK, time)
+    told = json.loads(run_here("replay", traced, "--at", f"{time:.9f}", "--json").stdout)
     legend = page.evaluate(LEGEND)
     free, private = legend.pop("free"), legend.pop("private", 0)
     pool = told["pool"]
@@ -121,7 +122,7 @@ def test_every_colouring_counts_all_blocks(page, traced):
     page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
     for mode in page.evaluate("() => kvcore.colouring.modes()"):
         page.evaluate(
-            "(mode) => { kvcore.colouring.mode = mode; kvcore.panels.forEach((p) => p.draw()); }",
+            "(mode) => { kvcore.colouring.mode = mode; kvcore.panels.map((p) => p.draw()); }",
             mode,
         )
         assert sum(page.evaluate(LEGEND).values()) == 1024, mode
@@ -180,12 +181,17 @@ def test_keyboard_goes_from_cell_to_cell(page):
     assert page.evaluate("() => kvcore.time") == before
 
 
-def test_narrow_page_says_how_many_blocks_a_cell_is(browser, html):
-    """Where blocks are too many for the width, a cell is several, and the panel says so."""
+def test_large_pool_says_how_many_blocks_a_cell_is(browser, tmp_path):
+    """Where blocks are too many for the room, a cell is several: the panel says how many."""
+    trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"
+    run_here("simulate", "zipf:requests=20", "--blocks", "60000", "--trace", trace)
+    path.write_bytes(view_page([trace]))
     with tab(browser, NARROW, scheme="dark") as shown:
-        page = shown.open(html)
-        each = page.evaluate("() => kvcore.panels.find((panel) => panel.life).grid.each")
+        page = shown.open(path)
+        grid = page.evaluate("() => kvcore.panels.find((panel) => panel.life).grid")
+        assert grid["each"] > 1
+        assert grid["cells"] == -(-60_000 // grid["each"])
         note = page.locator(".pool .note").text_content()
-        assert f"A cell is {each} blocks" in note if each > 1 else "A cell is a block" in note
+        assert f"A cell is {grid['each']} blocks" in note
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
         assert not shown.complaints
