@@ -548,6 +548,7 @@ class Life {
   _origin() {
     const { playback } = this.side;
     const { span } = this;
+    if (this.row < 0) return "Allocated before the window of this page.";
     const when = format.moment(playback.times[this.row]);
     const said = `Allocated for ${this._name(playback.columns.request[this.row])} at ${when}`;
     return span ? `${said}, cached at ${format.moment(span.stored)}.` : `${said}.`;
