@@ -35,6 +35,7 @@ ROOMS = (
     "kvcore.plugins",
     "kvcore.kv_events",
     "kvcore.config",
+    "kvcore.pages",
     "kvcore.testing",
     "kvcore.errors",
     "kvcore.units",

@@ -588,10 +588,11 @@ def bill_trace(
     return found
 
 
-def recorded_run(file: str | os.PathLike[str]) -> RunSummary:
+def recorded_run(file: str | os.PathLike[str], tick: Tick = unseen) -> RunSummary:
     """Return the summary of a recorded run, whose trace is checked line by line.
 
-    Its configuration is that of the header, and it is judged by the SLO there.
+    Its configuration is that of the header, and it is judged by the SLO there. `tick` is
+    called with the bytes of the file that are done.
 
     Raises:
         InputError: the file cannot be opened, or is a trace of calls that were made by hand.
@@ -600,7 +601,7 @@ def recorded_run(file: str | os.PathLike[str]) -> RunSummary:
     workload = TraceWorkload(file)
     header = workload.header.as_dict()
     slo = slo_of(header["slo"]) if header.get("slo") else None
-    recorded = _verified(workload.file, workload.header, slo)
+    recorded = _verified(workload.file, workload.header, slo, tick)
     timed = header["mode"] != "untimed"
     return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
 

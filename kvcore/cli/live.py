@@ -35,9 +35,9 @@ LINE_SECONDS = 10.0
 """Seconds of the trace between two lines in a pipe, unless told."""
 
 STYLES = {
-    "private": "black on bright_blue",
-    "shared": "black on bright_yellow",
-    "cached": "black on bright_cyan",
+    "private": "bright_white on blue",
+    "shared": "black on yellow",
+    "cached": "black on cyan",
     "free": "bright_black",
 }
 """How the parts of a pool look, besides their letters."""

@@ -329,10 +329,16 @@ def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) 
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart."""
+    """Return the shortest ends of paths that tell them apart; one given again has a number."""
     parts = [Path(path).parts or (path,) for path in paths]
+    labels = [*paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        labels = [str(Path(*each[-length:])) for each in parts]
-        if len(set(labels)) == len(set(paths)):
-            return labels
-    return [*paths]
+        ends = [str(Path(*each[-length:])) for each in parts]
+        if len(set(ends)) == len(set(paths)):
+            labels = ends
+            break
+    given = [labels[: place + 1].count(label) for place, label in enumerate(labels)]
+    return [
+        label if time == 1 else f"{label} ({time})"
+        for label, time in zip(labels, given, strict=True)
+    ]

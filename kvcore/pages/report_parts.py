@@ -6,6 +6,7 @@ import shlex
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
@@ -170,7 +171,7 @@ def bars(
     rows = [[name, *(texts[group][at] for group in groups)] for at, name in enumerate(names)]
     series = [
         {"name": group, "values": [*values], "texts": texts[group], "colour": colour}
-        for (group, values), colour in zip(groups.items(), COLOURS, strict=False)
+        for (group, values), colour in zip(groups.items(), cycle(COLOURS), strict=False)
     ]
     numbers = next(iter(table("", headers, rows)), None)
     shown = {"kind": "bars", "title": title, "about": about, "names": [*names]}
@@ -290,15 +291,21 @@ def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in NO_SETTINGS or coefficients or value in (None, [], {}):
             continue
         if name == "plugins":
-            yield from ((kind, config_text(plugin)) for kind, plugin in value.items())
+            yield from ((kind, _wrappable(plugin)) for kind, plugin in value.items())
         elif name == "workload" and isinstance(value, Mapping):
-            yield name, plugin_text(value["name"], value["options"])
+            yield name, _wrappable({name: value[name] for name in ("name", "options")})
             yield "workload digest", str(value["digest"])
         elif name == "slo" and isinstance(value, Mapping):
             times = {each: time / NS_PER_S for each, time in value.items() if time}
             yield name, ", ".join(f"{each}={time:g} s" for each, time in times.items())
         else:
-            yield name.replace("_", " "), config_text(value)
+            yield name.replace("_", " "), _wrappable(value)
+
+
+def _wrappable(value: Any) -> str:
+    """Return a setting, with spaces between options, where its lines may break."""
+    text = config_text(value)
+    return text.replace(",", ", ") if isinstance(value, Mapping) else text
 
 
 NO_SETTINGS = ("n", "t", "event", "schema")

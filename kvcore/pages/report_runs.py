@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from kvcore.analysis.miss_reasons import CATEGORIES, Summary
 from kvcore.analysis.timeline import Timeline
 from kvcore.analysis.what_if import recorded_run
 from kvcore.errors import InputError, TraceError
+from kvcore.files import file_bytes
 from kvcore.pages.report_documents import reason_tables
 from kvcore.pages.report_parts import (
     COLOURS,
@@ -82,18 +83,18 @@ class RecordedTrace:
             InputError: the file cannot be opened.
             TraceError: a line is damaged or contradicts what came before, or the file is cut.
         """
-        name = Path(file).name
-        with progress(f"checking {name}", None):
+        name, size = Path(file).name, file_bytes(Path(file))
+        with progress(f"checking {name}", size) as tick:
             try:
-                run = recorded_run(file)
+                run = recorded_run(file, tick)
             except InputError:  # calls that were made by hand
                 run, report = None, check_trace(file)
                 if not report.complete:
                     msg = f"{file}: incomplete: {report.cut_reason}"
                     raise TraceError(msg) from None
-        with progress(f"explaining {name}", None) as tick:
+        with progress(f"explaining {name}", size) as tick:
             explanation = explain(file, tick=tick)
-        with progress(f"reading {name}", None) as tick:
+        with progress(f"reading {name}", size) as tick:
             timeline = Timeline.read(file, tick=tick)
         return cls(str(file), run, explanation, explanation.summary(), timeline)
 
@@ -502,7 +503,7 @@ def _shares(summary: Summary) -> tuple[list[str], list[float]]:
 
 def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     lines = []
-    for label, run, colour in zip(labels, runs, COLOURS, strict=False):
+    for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
         times, used, _, blocks = run.pool()
         percents = [100 * count / blocks for count in used]
         lines.append(Line(label, times, percents, colour, step=True))
@@ -515,7 +516,7 @@ def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
 
 def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     lines = []
-    for label, run, colour in zip(labels, runs, COLOURS, strict=False):
+    for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
         if run.trace is not None:
             series = run.trace.timeline.series.thinned(POINTS)
             times = [ns / NS_PER_S for ns in series.time]

@@ -48,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = 30
 
-    def do_GET(self) -> None:  # noqa: N802 - the name is the library's
+    def do_GET(self) -> None:
         """Send the page."""
         if self.headers.get("Host") not in self.server.hosts:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this page is for this machine")

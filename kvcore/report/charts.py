@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ class Panel:
     """
 
     label: str
-    lines: dict[str, list[tuple[float, float]]]
+    lines: Mapping[str, Sequence[tuple[float, float]]]
     text: Callable[[float], str]
     bound: tuple[str, float] | None = None
 

@@ -28,7 +28,7 @@ from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, printable, setup
 from kvcore.request import SLO
 from kvcore.serving.result import REQUESTS, SUMMARY, Result
-from kvcore.units import NS_PER_S, format_seconds
+from kvcore.units import NS_PER_S, format_number, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -478,10 +478,11 @@ def _expected(axes: Axes, limit: float | None) -> None:
     if near:
         axes.set_xlim(low, max(high, 1.3 * limit))
         axes.axvline(limit, color=RED, linewidth=1, linestyle="--")
-    text = f"SLO {format_seconds(limit)}"
-    where = (limit, 4) if near else (low, 4)
+    where = "" if near else f", {'beyond' if limit > high else 'before'} this axis"
+    text = f"SLO {format_seconds(limit)}{where}"
+    place = (limit, 4) if near else (low, 4)
     axes.annotate(
-        text, where, (-3 if near else 3, 0), textcoords="offset points", color=RED,
+        text, place, (-3 if near else 3, 0), textcoords="offset points", color=RED,
         fontsize=8, ha="right" if near else "left",
     )  # fmt: skip
 
@@ -583,7 +584,7 @@ def _bands(
     for layer, name, colour in zip(layers, names, colours, strict=True):
         top = [low + part for low, part in zip(bottom, layer, strict=True)]
         band = axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0)
-        band.set_label(f"{name} (at most {max(layer):,.0f})")
+        band.set_label(f"{name} (at most {format_number(max(layer))})")
         at, thick = _widest(times, layer)
         if thick < THIN * height and any(layer):
             thin.append(band)

@@ -100,7 +100,7 @@ def test_pools_that_follow_from_something_else_are_no_axis():
 
 
 def test_labels_are_the_shortest_ends_that_differ():
-    """Folders above are named where files are called alike."""
+    """Folders above are named where files are called alike; what comes again has a number."""
     assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
     assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]
-    assert _labels(["a/run", "a/run"]) == ["run", "run"]
+    assert _labels(["a/run", "a/run"]) == ["run", "run (2)"]

@@ -83,13 +83,14 @@ function endLabels(lines, top, height) {
 function linesOf(part, width) {
   const wide = width >= WIDE_CHART;
   const height = wide ? 320 : 260;
-  const margin = { l: 56, r: 16, t: part.marks.length ? 22 : 8, b: 44 };
+  const margin = { l: 56, r: 16, t: 8 + LINE_HEIGHT * part.marks.length, b: 44 };
   const values = part.lines.flatMap((line) => line.x);
   const highest = part.top ?? 1.08 * Math.max(...part.lines.flatMap((line) => line.y.filter((value) => value != null)));
   const top = highest > 0 && highest < Infinity ? highest : 1;
   const annotations = part.marks.map((mark, place) => ({
-    x: part.x.log ? Math.log10(mark.at) : mark.at, y: 1, xref: "x", yref: "paper", yanchor: "bottom", yshift: 0,
-    xanchor: place ? "left" : "right", showarrow: false, text: escapeText(mark.text), font: { color: theme.colour("soft"), size: 11 },
+    x: part.x.log ? Math.log10(mark.at) : mark.at, y: 1, yref: "paper", yanchor: "bottom", yshift: place * LINE_HEIGHT,
+    xanchor: part.lines.some((line) => line.x[Math.floor(line.x.length / 2)] > mark.at) ? "left" : "right",
+    showarrow: false, text: escapeText(mark.text), font: { color: theme.colour("soft"), size: 11 },
   }));
   const inside = part.lines.some((line) => line.label_at >= 0);
   if (wide && inside) {
@@ -198,11 +199,10 @@ function sectionOf(section, contents) {
   return made;
 }
 
-/** Draw every chart as wide as its place, or `width`. */
-async function drawAll(width = null) {
+/** Draw every chart as wide as its place, or as the page that is printed. */
+async function drawAll() {
   for (const { figure, holder, make } of charts) {
-    const across = width ?? Math.floor(figure.clientWidth);
-    if (across > 0) await drawChart(holder, () => make(holder.printed ?? Math.floor(figure.clientWidth)));
+    await drawChart(holder, () => make(holder.printed ?? Math.floor(figure.clientWidth)));
   }
 }
 
@@ -249,13 +249,22 @@ function watchWidth() {
 
 /** Print in light colours, with charts as wide as the page. */
 function printLight() {
-  const print = (printed) => {
-    for (const { holder } of charts) holder.printed = printed ? PRINTED : undefined;
-    document.documentElement.classList.toggle("printed", printed);
+  const shown = document.documentElement.dataset;
+  let chosen;
+  const draw = (width) => {
+    for (const { holder } of charts) holder.printed = width;
     theme.changed();
   };
-  addEventListener("beforeprint", () => print(true));
-  addEventListener("afterprint", () => print(false));
+  addEventListener("beforeprint", () => {
+    chosen = shown.theme;
+    shown.theme = "light";
+    draw(PRINTED);
+  });
+  addEventListener("afterprint", () => {
+    if (chosen) shown.theme = chosen;
+    else delete shown.theme;
+    draw();
+  });
 }
 
 showReport();

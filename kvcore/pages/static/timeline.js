@@ -334,12 +334,14 @@ class TimelinePanel {
     const end = this.x(lives.ended[request]);
     const from = Math.max(0, this.x(Math.max(lives.first[request], lives.admitted[request], lives.begins[request])));
     const text = this.side.playback.requests.id[request].slice(0, 12);
+    pen.font = `${Math.min(11, thick)}px system-ui, sans-serif`;
+    pen.textBaseline = "middle";
     const wide = pen.measureText(text).width;
     const inside = Math.min(width, end) - from >= wide + 8;
     if (!inside && (!lives.untimed || this.layout.lanes.length < 2)) return;
     pen.fillStyle = inside ? this.ink.panel : this.ink.soft;
     const beside = end + wide + 8 < width ? end + 5 : this.x(this.layout.begins[request]) - wide - 5;
-    pen.fillText(text, inside ? from + 4 : beside, y + thick - Math.max(1, (thick - 8) / 2));
+    pen.fillText(text, inside ? from + 4 : beside, y + thick / 2 + 0.5);
   }
 
   /** Return whether the other trace has the same eviction. */
@@ -375,7 +377,7 @@ class TimelinePanel {
       const [y, upto] = [places.get(from), places.get(to)];
       if (y === undefined || upto === undefined || from === to) return;
       // From the row of the one who lost something, where that is, to the one who got it.
-      const begin = Math.min(this.x(row), this.x(lives.ended[from]));
+      const begin = Math.max(this.x(this.layout.begins[from]), Math.min(this.x(row), this.x(lives.ended[from])));
       const x = this.x(row);
       const down = upto > y ? 1 : -1;
       pen.beginPath();
@@ -390,10 +392,10 @@ class TimelinePanel {
     const { made, took } = lives.evictionsOf(lit, side.contents);
     for (const row of made) arrow(columns.d[row], lit, row);
     for (const row of took) arrow(lit, columns.request[row], row);
-    lives.phases.whom.forEach((whom, phase) => {
-      const victim = lives.phases.request[phase];
-      if (whom >= 0 && (whom === lit || victim === lit)) arrow(victim, whom, lives.phases.start[phase]);
-    });
+    for (const phase of lives.preempted) {
+      const [victim, whom] = [lives.phases.request[phase], lives.phases.whom[phase]];
+      if (whom === lit || victim === lit) arrow(victim, whom, lives.phases.start[phase]);
+    }
   }
 
   /** Draw how many requests are in some phases, from `top` to `bottom`: there are too many for rows. */
@@ -466,7 +468,8 @@ class TimelinePanel {
       `${whom[phase] >= 0 ? ` for request ${name(whom[phase])}` : ""}`);
     const told = [`Request ${name(request)}`];
     if (lives.begins[request] < 0) return `${told[0]} is not in this part of the run.`;
-    told.push(`from ${format.moment(times[lives.begins[request]])}${phases.length ? `: ${phases.join(", ")}` : ", served at once"}.`);
+    const edge = playback.about.begin && !lives.begins[request] ? "before the lines that are here; since " : "";
+    told.push(`from ${edge}${format.moment(times[lives.begins[request]])}${phases.length ? `: ${phases.join(", ")}` : ", served at once"}.`);
     const { made, took } = lives.evictionsOf(request, side.contents);
     const blocks = (rows) => format.counted(rows.reduce((sum, row) => sum + playback.blocksOf(row), 0), "block");
     const names = (rows, column) => {
@@ -475,7 +478,7 @@ class TimelinePanel {
       return `${some.length > 1 ? "requests" : "request"} ${some.slice(0, 4).map(name).join(", ")}${more}`;
     };
     if (made.length) told.push(`For it ${names(made, "d")} lost ${blocks(made)}.`);
-    if (took.length) told.push(`It lost blocks of its prompt, evicted for ${names(took, "request")}.`);
+    if (took.length) told.push(`Blocks of its prompt were evicted for ${names(took, "request")}.`);
     return told.join(" ");
   }
 
