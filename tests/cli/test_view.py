@@ -160,10 +160,14 @@ def test_the_keyboard_moves_the_clock(page):
     page.keyboard.press("End")
     end = row_is(page, last)
     page.keyboard.press("PageUp")
-    page.wait_for_function("(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100)
+    page.wait_for_function(
+        "(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100
+    )
     page.keyboard.press("Home")
     page.keyboard.press("PageDown")
-    page.wait_for_function("(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100)
+    page.wait_for_function(
+        "(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100
+    )
     page.keyboard.press("Home")
     page.keyboard.press(" ")
     page.wait_for_function("() => kvcore.playing && kvcore.time > kvcore.begin")
@@ -218,7 +222,7 @@ def evil(path):
             if isinstance(line.get(name), str):
                 line[name] = poisoned(line[name], "tier")
         if line["event"] == "REQUEST":
-            line |= {name: EVIL for name in ("salt", "tenant", "session", "tool")}
+            line |= dict.fromkeys(("salt", "tenant", "session", "tool"), EVIL)
         if line["event"] == "HEADER":
             for tier in line["tiers"]:
                 tier["tier"] = poisoned(tier["tier"], "tier")
@@ -227,8 +231,19 @@ def evil(path):
             line["batching"] = {EVIL: EVIL}
             line["latency"] = {"name": EVIL, "options": {EVIL: EVIL}}
             line["plugins"] |= {EVIL: {"name": EVIL, "options": {EVIL: EVIL}}}
-    free = {"kvcore", "salt", "tenant", "session", "tool", "by", "why", "executor", "digest",
-            "tier", "source"}
+    free = {
+        "kvcore",
+        "salt",
+        "tenant",
+        "session",
+        "tool",
+        "by",
+        "why",
+        "executor",
+        "digest",
+        "tier",
+        "source",
+    }
     texts = {
         field.name
         for struct in structs._structs
@@ -327,7 +342,9 @@ def test_a_full_disk_leaves_no_page(served, tmp_path, monkeypatch):
 def server():
     """Serve a page."""
     with PageServer(b"<!doctype html>page") as running:
-        Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        Thread(
+            target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield running
         running.shutdown()
 
