@@ -206,7 +206,8 @@ class TracedSequence:
         resumed: whether a preempted request was admitted again.
         holes: the blocks it has dropped, as positions `[first, end)` in its table.
         freed: how many of them were private.
-        compacted: tokens that compactions have removed; `kept`, those that the last one left.
+        compacted: tokens that are gone since its last compaction, or a hole before it; `kept`,
+            those that it left.
         copies: entries of its table that a fork has copied from another sequence's.
     """
 
@@ -574,8 +575,10 @@ class CacheState:
         self.private -= freed
         seq.private = own[: len(own) - freed] + self._taken(event.new or [])
         self._unpin(seq)
+        # What it had forgotten before has no place in the new table either.
+        forgotten = sum(end - first for first, end in seq.holes) * self.layout.block_size
+        seq.compacted += event.held - event.tokens + forgotten
         seq.span, seq.holes, seq.freed = self._root, (), 0
-        seq.compacted += event.held - event.tokens
         seq.kept = event.tokens
 
     def _fork(self, event: events.Fork) -> None:
