@@ -2,37 +2,85 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
 from kvcore.cli.output import file_path, input_file, progress
 from kvcore.cli.verb import echo, verb
+from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.units import DECIMAL, format_bytes
+from kvcore.units import DECIMAL, format_bytes, parse_window
 
 
 @verb(
     "kvcore view run.jsonl.gz -o run.html",
     "kvcore view lru.jsonl.gz lfu.jsonl.gz -o both.html",
+    "kvcore view run.jsonl.gz --window 600:900 --serve",
 )
 @click.argument("trace", callback=input_file)
 @click.argument("other", required=False, callback=input_file)
+@click.option("-o", "--out", callback=file_path, metavar="FILE", help="File for the page.")
+@click.option("--serve", is_flag=True, help="Serve the page to this machine until Ctrl-C.")
 @click.option(
-    "-o", "--out", required=True, callback=file_path, metavar="FILE", help="File for the page."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port of --serve; 0 takes a free one.  [default: 0]",
 )
-def view(*, trace: Path, other: Path | None, out: Path) -> None:
+@click.option(
+    "--window",
+    metavar="START:END",
+    help="Seconds of the trace that the page plays, START:END; either may be left out.",
+)
+@click.option(
+    "--events",
+    type=click.IntRange(min=1),
+    default=1_000_000,
+    help="Lines of a trace that the page plays at most.  [default: 1000000]",
+)
+def view(
+    *,
+    trace: Path,
+    other: Path | None,
+    out: Path | None,
+    serve: bool,
+    port: int,
+    window: str | None,
+    events: int,
+) -> None:
     """Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.
 
     The page is one file, which a browser opens without a server or a network: the pool as a
     map of blocks, the prefix tree, requests over time, curves, and why each request missed,
-    at any moment of the run.
+    at any moment of the run. Of a trace longer than --events it has the first lines, or those
+    from the start of --window on, and says so.
     """
     from kvcore.pages import view_page  # noqa: PLC0415 - `--help` does without
+    from kvcore.pages.playback import Window  # noqa: PLC0415 - as above
 
+    if out is None and not serve:
+        msg = "where to? Give a file for the page with -o FILE, or --serve it to this machine"
+        raise InputError(msg)
+    start, end = (0, None) if window is None else parse_window(window)
     traces = [trace] if other is None else [trace, other]
-    refuse_overwrite(out, traces)
-    with atomic_file(out) as file:
-        page = view_page(traces, progress=progress)
-        file.buffer.write(page)
-    echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    if out is not None:
+        refuse_overwrite(out, traces)
+    with nullcontext() if out is None else atomic_file(out) as file:
+        page = view_page(
+            traces,
+            window=Window(start, end, events),
+            progress=progress,
+            notify=lambda notice: echo(f"kvcore: {notice}", err=True),
+        )
+        if file is not None:
+            file.buffer.write(page)
+    if out is not None:
+        echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    if serve:
+        from kvcore.pages.server import PageServer  # noqa: PLC0415 - most pages are files
+
+        with PageServer(page, port) as server:
+            echo(f"{server.url} (Ctrl-C ends it)")
+            server.serve_forever()

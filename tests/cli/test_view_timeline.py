@@ -1,4 +1,4 @@
-"""The page of a trace: when requests do what, curves, events in words, and the chosen request."""
+"""The page of a trace: the timeline, curves, events in words, and the chosen request."""
 
 import re
 
@@ -9,9 +9,13 @@ from helpers.browser import NARROW, WIDE, browsing, tab
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
 from kvcore.pages import view_page
+from kvcore.pages.playback import Window
 
 OVERLOADED = (
-    *("simulate", "zipf:requests=300,rate=50,prefixes=20,prefix_tokens=256,suffix_tokens=64,output_tokens=64"),
+    *(
+        "simulate",
+        "zipf:requests=300,rate=50,prefixes=20,prefix_tokens=256,suffix_tokens=64,output_tokens=64",
+    ),
     *("--block-size", "16", "--blocks", "60"),
 )
 
@@ -30,8 +34,11 @@ CHUNKS = """() => {
   return row.map((each, at) => [playback.requests.id[request[at]], playback.times[each]]);
 }"""
 
-CURVES = """() => Object.fromEntries([...document.querySelectorAll("#curves .plot")].flatMap((plot) =>
-  plot.data.map(({ name, x, y }) => [name, [...x].map((time, at) => [Math.round(time * 1e9), y[at]])])))"""
+CURVES = """() => {
+  const points = ({ x, y }) => [...x].map((time, at) => [Math.round(time * 1e9), y[at]]);
+  const curves = [...document.querySelectorAll("#curves .plot")].flatMap((plot) => plot.data);
+  return Object.fromEntries(curves.map((curve) => [curve.name, points(curve)]));
+}"""
 
 GAUGES = {"cached": "cached", "private": "private", "waiting": "waiting", "running": "running"}
 
@@ -107,6 +114,24 @@ def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, r
         assert {max(column), min(column)} <= {value for _, value in curves[name]}, name
 
 
+def test_a_part_of_a_trace_has_the_curves_of_the_whole(browser, overloaded, tmp_path):
+    """Requests that arrived or were admitted before the window are counted, and so are hits."""
+    whole, file = Timeline.read(overloaded[0]).series, tmp_path / "part.html"
+    begin, end = 4 * 10**9, 9 * 10**9
+    file.write_bytes(view_page([overloaded[0]], window=Window(begin, end)))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.wait_for_selector("#curves[data-drawn]")
+        curves = page.evaluate(CURVES)
+        assert found.complaints == []
+    shown = {name: getattr(whole, column) for name, column in GAUGES.items()}
+    for name, column in (shown | {"so far": whole.hit_ratio()}).items():
+        expected = dict(zip(whole.time, column, strict=True))
+        assert len(curves[name]) > 50, name
+        assert all(begin <= time < end for time, _ in curves[name]), name
+        assert all(expected[time] == pytest.approx(value) for time, value in curves[name]), name
+
+
 def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
     """The ratio so far and that of the last minute are those of Timeline, at each time kept."""
     curves, series = page.evaluate(CURVES), Timeline.read(overloaded[0]).series
@@ -134,16 +159,21 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
         page.fill("#request", str(name))
         page.keyboard.press("Tab")
         page.wait_for_function(
-            "name => document.querySelector('#why-0')?.textContent.startsWith(`Request ${name} `)",
-            arg=str(name),
+            "start => document.querySelector('#why-0')?.textContent.startsWith(start)",
+            arg=f"Request {name} ",
         )
         capsys.readouterr()
         assert frame.run(["explain", str(overloaded[0]), str(name)]) == 0
         paragraphs = page.locator("#why-0 p").all_text_contents()
-        assert " ".join(" ".join(paragraphs).split()) == " ".join(capsys.readouterr().out.split())
+        assert " ".join(" ".join(paragraphs).split()) == " ".join(
+            capsys.readouterr().out.split()
+        )
         first = timeline.requests.first_token[row]
         assert first != NEVER
-        assert f"first token{first / 1e9:,.3f} s" in page.locator("#request-panel dl").text_content()
+        assert (
+            f"first token{first / 1e9:,.3f} s"
+            in page.locator("#request-panel dl").text_content()
+        )
 
 
 def test_ids_and_times_in_the_reasons_can_be_pressed(page):
@@ -201,7 +231,7 @@ def test_the_next_eviction_is_found(page, overloaded):
 
 
 def test_keys_and_clicks_on_the_timeline(page):
-    """Arrows point at requests, Enter chooses one, plus shows less time; a click chooses too."""
+    """Arrows point at requests, Enter or a click chooses one, plus shows less time."""
     page.evaluate("kvcore.seek((kvcore.begin + kvcore.end) / 2)")
     canvas = page.locator("canvas.timeline")
     canvas.focus()
@@ -231,7 +261,7 @@ def test_keys_and_clicks_on_the_timeline(page):
 
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
-    """Ids stay text in every panel, both sides have a card, and nothing is wider than the window."""
+    """Ids stay text in every panel, both sides have a card, nothing is too wide."""
     bad = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     events = []
     for line in traces.lines(traces.rest(tmp_path / "plain.jsonl")):

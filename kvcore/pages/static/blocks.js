@@ -221,7 +221,7 @@ const MODES = {
     },
   },
   next: {
-    title: "next use, from the rest of the trace",
+    title: "next use",
     make({ app }) {
       const steps = timeSteps(app, 3);
       const names = stepNames(steps);
@@ -230,7 +230,7 @@ const MODES = {
         classes: [
           ...names.map((name, at) =>
             blockClass(at ? name : `asked for in ${name}`, mixColours("blue", "panel", (0.9 * at) / names.length))),
-          blockClass("asked for again, but the optimum does not keep it", theme.colour("yellow")),
+          blockClass("asked for again, a miss of the optimum too", theme.colour("yellow")),
           blockClass("never asked for again", mixColours("grey", "panel", 0.5)),
         ],
         classify(side, holder) {
@@ -329,6 +329,8 @@ class Colouring {
     this.ranks = { request: new Ranks(), prefix: new Ranks() };
     this._holdings = new Map();
     this._views = new Map();
+    this._made = null; // by the mode, for the states that `_views` are of
+    this.outlines = false; // whether what only one side has is outlined
   }
 
   /** Return the colouring that all panels of a page share. */
@@ -348,17 +350,20 @@ class Colouring {
   /** Return who has each block of a side now. */
   holdings(side) {
     let kept = this._holdings.get(side);
-    if (kept?.row !== side.row) {
-      kept = { row: side.row, value: new Holdings(side) };
+    // A cache goes on in place, and back as a copy: with the row, it tells the state.
+    if (kept?.row !== side.row || kept.cache !== side.cache) {
+      kept = { row: side.row, cache: side.cache, value: new Holdings(side) };
       this._holdings.set(side, kept);
+      this._made = null;
     }
     return kept.value;
   }
 
   /** Return the classes of a side's blocks now: `classes` with counts, `of` by block, `pieces` by holder. */
   view(side) {
-    const key = [this.mode, theme.dark, ...this.app.sides.map(({ row }) => row)].join();
-    if (this._key !== key) {
+    const key = `${this.mode} ${theme.dark}`;
+    for (const each of this.app.sides) this.holdings(each);
+    if (!this._made || this._key !== key) {
       this._key = key;
       this._views.clear();
       this._made = MODES[this.mode].make({ app: this.app, colouring: this });
@@ -548,6 +553,7 @@ class Life {
   _origin() {
     const { playback } = this.side;
     const { span } = this;
+    if (this.row < 0) return "Allocated before the window of this page.";
     const when = format.moment(playback.times[this.row]);
     const said = `Allocated for ${this._name(playback.columns.request[this.row])} at ${when}`;
     return span ? `${said}, cached at ${format.moment(span.stored)}.` : `${said}.`;

@@ -101,8 +101,9 @@ class Series {
       curves.waiting.add(now, count("queued", row) + count("preempted", row));
       curves.running.add(now, count("loading", row) + count("prefill", row) + count("decode", row));
       if (lookups[last]) curves.ratio.add(now, hits[last] / lookups[last]);
-      const asked = (lookups[last] ?? 0) - (lookups[first] ?? 0);
-      if (asked) curves.recent.add(now, ((hits[last] ?? 0) - (hits[first] ?? 0)) / asked);
+      const since = (sums, sum) => (sums[last] ?? sum) - (sums[first] ?? sum);
+      const asked = since(lookups, lives.before.lookups);
+      if (asked) curves.recent.add(now, since(hits, lives.before.hits) / asked);
       tiers.forEach((used, tier) => curves[`tier${tier}`].add(now, used));
     }
     for (const [name, curve] of Object.entries(curves)) this[name] = curve.done(playback.end);
@@ -179,7 +180,8 @@ class CurvesPanel {
     const { app } = this;
     const several = app.sides.length > 1;
     const curves = chart.curves.map((curve, number) => {
-      const label = curve.label ?? curve.name;
+      const part = curve.name === "evicted" && app.sides.some(({ playback }) => playback.about.begin);
+      const label = `${curve.label ?? curve.name}${part ? " in this part" : ""}`;
       const values = app.sides.map(() => element("b"));
       const thin = several ? number > 0 : curve.thin;
       const key = element("span", {}, several ? `${label} ` : null, values.map((value, at) => [

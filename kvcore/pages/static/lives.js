@@ -20,6 +20,8 @@ class Lives {
     this.ends = PHASES.map(() => []);
     this.evictions = { row: [], blocks: [] }; // blocks: so far
     this.admissions = { row: [], lookups: [], hits: [] }; // so far
+    const { lookups = 0, hits = 0 } = playback.about.begin ?? {};
+    this.before = { lookups, hits }; // before the first row
     this._under = rows(); // the phase under way
     this._pass();
     this.phasesOf = groups(this.phases.request, count);
@@ -65,8 +67,9 @@ class Lives {
     const { row: rows, lookups, hits } = this.admissions;
     const last = firstIndex(rows.length, (each) => rows[each] > row) - 1;
     const before = firstIndex(rows.length, (each) => times[rows[each]] > times[Math.max(0, row)] - window) - 1;
-    const asked = (lookups[last] ?? 0) - (lookups[before] ?? 0);
-    return asked ? ((hits[last] ?? 0) - (hits[before] ?? 0)) / asked : null;
+    const since = (sums, sum) => (sums[last] ?? sum) - (sums[before] ?? sum);
+    const asked = since(lookups, this.before.lookups);
+    return asked ? since(hits, this.before.hits) / asked : null;
   }
 
   /** Return the EVICT rows that made room for a request, and those that took blocks of its prompt. */
@@ -115,11 +118,14 @@ class Lives {
     const { REQUEST, HIT, MISS, FIRST_TOKEN } = playback.kinds;
     const seen = new Map(); // what the first row of a request says that it did before
     const computes = new Set();
+    let next = Infinity; // the first request that arrives after them
     for (let row = 0; row < playback.length; row++) {
       const each = request[row];
       if (kind[row] === FIRST_TOKEN) computes.add(each);
-      if (kind[row] === REQUEST) seen.set(each, -1);
-      else if ((kind[row] === HIT || kind[row] === MISS) && !seen.has(each)) {
+      if (kind[row] === REQUEST) {
+        seen.set(each, -1);
+        next = Math.min(next, each);
+      } else if ((kind[row] === HIT || kind[row] === MISS) && !seen.has(each)) {
         seen.set(each, d[row] ? PHASE.preempted : PHASE.queued);
       }
     }
@@ -132,13 +138,19 @@ class Lives {
       arrived[each] = admitted[each] = 0;
       if (!computes.has(each)) first[each] = 0;
     });
+    // Requests have numbers in the order of their arrival: some are admitted after the last row.
+    const { admitted: lines } = playback.requests;
+    const last = playback.about.first + playback.length;
+    for (let each = 0; each < Math.min(next, lines.length); each++) {
+      if (lines[each] >= last && !seen.has(each)) seen.set(each, PHASE.queued);
+    }
     for (const [each, phase] of seen) if (phase >= 0 && this._under[each] < 0) this._begin(each, phase, 0);
   }
 
   /** Go through all rows. */
   _pass() {
     const { playback, untimed, arrived, admitted, first, finished, phases, evictions, admissions } = this;
-    const { columns, times, kinds, words, requests, header, about } = playback;
+    const { columns, times, kinds, words, requests, header } = playback;
     const { kind, request, a, b, c, d } = columns;
     const owners = new Map(); // requests of open sequences
     const depths = new Map(); // blocks that these have committed, from the first on
@@ -146,8 +158,7 @@ class Lives {
     const before = new Map(); // what a paused request did
     let returned = []; // requests that hit all they can share: computed when the next step ends
     let evicted = 0;
-    let lookups = about.begin?.lookups ?? 0;
-    let hits = about.begin?.hits ?? 0;
+    let { lookups, hits } = this.before;
     const doing = (each) => (this._under[each] < 0 ? -1 : phases.kind[this._under[each]]);
     const since = (each) => times[phases.start[this._under[each]]];
     const tokenBlocks = (each) => Math.ceil(requests.tokens[each] / header.block_size);

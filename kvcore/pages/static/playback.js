@@ -229,7 +229,7 @@ class Playback {
     this.columns = columns;
     this.length = columns.kind.length;
     this.kinds = Object.fromEntries(about.words.kinds.map((name, number) => [name, number]));
-    this.times = columns.time; // as differences in the file
+    this.times = Float64Array.from(columns.time); // differences in the file, which may be of 4 bytes
     for (let row = 1; row < this.length; row++) this.times[row] += this.times[row - 1];
     this.begin = this.times[0];
     this.end = this.times[this.length - 1];

@@ -28,13 +28,21 @@ class PoolPanel {
     const modes = Object.fromEntries(this.colouring.modes().map((name) => [name, MODES[name].title]));
     this.mode = select("Colour of blocks", modes, "mode");
     this.order = select("Order of blocks", ORDERS, "order");
+    this.outlines = element("input", {
+      type: "checkbox",
+      onchange: () => {
+        this.colouring.outlines = this.outlines.checked;
+        app.changed();
+      },
+    });
     this.canvas = element("canvas", { tabindex: 0, role: "img", class: "blocks" });
     this.legend = new BlockLegend();
     this.note = element("p", { class: "soft note" });
     this.tiers = (side.playback.header.tiers ?? []).map(({ tier, slots }) => new TierBar(tier, slots));
     const name = app.sides.length > 1 ? `Pool of ${side.name}` : "Pool";
     this.root = element("section", { class: "panel pool", "aria-label": name },
-      element("header", {}, element("h2", {}, name), element("label", {}, "colour ", this.mode), element("label", {}, this.order)),
+      element("header", {}, element("h2", {}, name), element("label", {}, "colour ", this.mode), element("label", {}, this.order),
+        app.sides.length > 1 ? element("label", {}, this.outlines, " outline what is only here") : null),
       this.canvas, this.legend.root, this.note, this.tiers.map((tier) => tier.root));
     this._listen();
   }
@@ -146,14 +154,17 @@ class PoolPanel {
     const { app, side, colouring } = this;
     this.mode.value = colouring.mode;
     this.order.value = colouring.order;
+    this.outlines.checked = colouring.outlines;
     const view = colouring.view(side);
     const width = this.canvas.clientWidth;
     this.grid = fitCells(side.cache.blocks, width, width < 500 ? 300 : 260);
     const { context } = fitCanvas(this.canvas, this.grid.rows * this.grid.size);
     const lit = colouring.lit(side);
     const only = app.sides.length > 1 ? colouring.onlyHere(side) : null;
-    if (this.grid.each === 1) this._cells(context, view, lit, only);
-    else this._mixed(context, view, lit, only);
+    const outlined = lit ?? (colouring.outlines ? only : null);
+    if (this.grid.each === 1) this._cells(context, view, lit);
+    else this._mixed(context, view, lit);
+    if (outlined) this._outline(context, outlined);
     this._ring(context);
     this.legend.draw(view);
     for (const [number, bar] of this.tiers.entries()) bar.draw(side, number);
@@ -161,18 +172,17 @@ class PoolPanel {
     if (this.pointer) this._card();
   }
 
-  /** Call `fill(cell, x, y)` for cells, and give what it needs of the grid. */
+  /** Return the grid's sizes, and where a cell is in it. */
   _places() {
     const { size, columns, each } = this.grid;
     return { size, each, inner: size - 1, x: (cell) => (cell % columns) * size, y: (cell) => Math.floor(cell / columns) * size };
   }
 
-  _cells(context, view, lit, only) {
+  _cells(context, view, lit) {
     const { size, inner, x, y } = this._places();
     const order = this.colouring.holdings(this.side).order(this.colouring.order);
     const faint = theme.colour("line");
     const ground = theme.colour("ground");
-    const ink = theme.colour("ink");
     // A class at a time, since to change colours takes longer than to fill a cell.
     view.classes.forEach(({ colour, blocks }, kind) => {
       if (!blocks) return;
@@ -200,11 +210,10 @@ class PoolPanel {
       }
     }
     context.stroke();
-    this._outline(context, ink, only, lit);
   }
 
   /** Cells of several blocks: in each, the classes from above, as much as they have. */
-  _mixed(context, view, lit, only) {
+  _mixed(context, view, lit) {
     const { each, inner, x, y } = this._places();
     const order = this.colouring.holdings(this.side).order(this.colouring.order);
     const counts = new Uint32Array(view.classes.length);
@@ -228,16 +237,13 @@ class PoolPanel {
       }
       context.globalAlpha = 1;
     }
-    this._outline(context, theme.colour("ink"), only, lit);
   }
 
-  /** Outline cells whose blocks are lit or, where nothing is, that are mostly here only. */
-  _outline(context, ink, only, lit) {
-    const flags = lit ?? only;
-    if (!flags) return;
+  /** Outline cells of which at least half of the blocks have the flag. */
+  _outline(context, flags) {
     const { each, inner, x, y } = this._places();
     const order = this.colouring.holdings(this.side).order(this.colouring.order);
-    context.strokeStyle = ink;
+    context.strokeStyle = theme.colour("ink");
     context.lineWidth = 1;
     for (let cell = 0; cell < this.grid.cells; cell++) {
       let found = 0;
@@ -268,10 +274,9 @@ class PoolPanel {
     const { grid, app, side, colouring } = this;
     const said = [
       grid.each > 1 ? `A cell is ${grid.each} blocks, and shows how many of them are what.` : "A cell is a block.",
-      "Hatched: private. Dotted: in use.",
-      only ? `Outlined, only here: ${format.counted(only.reduce((sum, flag) => sum + flag, 0), "block")}.` : "",
+      grid.each > 1 ? "" : "Hatched: private. Dotted: in use.",
+      only ? `Only here, and not in the other pool: ${format.counted(only.reduce((sum, flag) => sum + flag, 0), "block")}.` : "",
     ];
-    if (grid.each > 1) said[1] = "";
     const lit = app.lit(side);
     if (lit >= 0) {
       const blocks = colouring.lit(side).reduce((sum, flag) => sum + flag, 0);

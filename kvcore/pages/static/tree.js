@@ -32,7 +32,6 @@ function treeRows({ holders }, first, most) {
     first.has(two.holder.span) - first.has(one.holder.span) || two.blocks - one.blocks || one.number - two.number);
   // Holders come in tree order, so backwards each comes after what continues it.
   for (const bar of [...bars].reverse()) {
-    if (!bar.above || bar.holder.seq) bar.leaves ||= 1;
     bar.leaves = Math.max(1, bar.leaves);
     if (!bar.above) continue;
     bar.above.blocks += bar.blocks;
@@ -171,9 +170,9 @@ class TreePanel {
     const { app, side, colouring, box } = this;
     const view = colouring.view(side);
     const lit = colouring.lit(side);
-    const key = [side.row, app.requestOn(side, app.chosen)].join();
-    if (this.key !== key) {
-      this.key = key;
+    const chosen = app.requestOn(side, app.chosen);
+    if (this.holdings !== view.holdings || this.chosen !== chosen) {
+      Object.assign(this, { chosen, holdings: view.holdings });
       this.tree = treeRows(view.holdings, this._chosen(view), TreePanel.MOST);
     }
     const { rows } = this.tree;
@@ -185,8 +184,8 @@ class TreePanel {
     const { context, width } = fitCanvas(this.canvas, height);
     this.width = width - 1;
     this._bars(context, view, lit, height);
-    this._axis(context, height);
-    this._say(view);
+    this._axis(context);
+    this._say();
     if (!this.pointer) return;
     // What was under the pointer may be gone.
     const { number, holder } = this.pointer.bar;
@@ -286,7 +285,7 @@ class TreePanel {
     }
   }
 
-  _say(view) {
+  _say() {
     const { tree, app, side } = this;
     const more = tree.leaves - tree.rows;
     const said = !tree.shown.length ? "Nothing is cached yet." : [

@@ -213,7 +213,7 @@ class Controls {
     this.scrubber.setAttribute("aria-valuetext", format.moment(app.time));
     if (document.activeElement !== this.when) this.when.value = (app.time / NS.s).toFixed(3);
     this.row.textContent = app.sides
-      .map((side) => `line ${format.count(side.row + 1)} of ${format.count(side.playback.length)}`)
+      .map((side) => `line ${format.count(side.playback.about.first + side.row + 1)} of ${format.count(side.playback.about.lines)}`)
       .join(" · ");
   }
 }
@@ -257,6 +257,7 @@ async function main() {
   window.kvcore = app; // for the console, and for tests
   const root = document.querySelector("main");
   root.append(element("header", { class: "top" }, element("h1", {}, about.title), theme.button()));
+  for (const notice of about.notices) root.append(element("p", { class: "notice", role: "note" }, notice));
   root.append(app.add(new Controls(app)), app.add(new Counts(app)));
   for (const make of PANELS) {
     root.append(element("div", { class: "sides" }, make.shared

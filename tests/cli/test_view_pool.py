@@ -1,0 +1,197 @@
+"""The page of a trace: the pool as a map of blocks, the prefix tree, and the tiers below."""
+
+import gzip
+import json
+
+import pytest
+from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.commands import run_here
+
+from kvcore.pages import view_page
+
+SERVER = (
+    *(
+        "simulate",
+        "zipf:requests=120,rate=20,output_tokens=300,prefix_tokens=512,suffix_tokens=512",
+    ),
+    *("--block-size", "16", "--blocks", "1024", "--tensor-parallel", "1"),
+    *("--tier", "host:memory=2GiB", "--tier", "disk:memory=8GiB"),
+)
+
+LEGEND = """() => Object.fromEntries(
+  [...document.querySelectorAll(".pool .legend li")].map((item) =>
+  [item.dataset.class, Number(item.querySelector("b").textContent.replaceAll(",", ""))]))"""
+
+SEEK = """async (seconds) => {
+  kvcore.seek(seconds * 1e9);
+  for (const panel of kvcore.panels) panel.draw();
+}"""
+
+TIERS = """() => [...document.querySelectorAll("[data-tier]")].map((text) =>
+  Number(text.textContent.split(" ")[0].replaceAll(",", "")))"""
+
+LIVES = """(count) => {
+  const panel = kvcore.panels.find((each) => each.life);
+  const { cache } = kvcore.sides[0];
+  return [...cache.spans.values()].filter(({ pins }) => !pins)
+    .slice(0, count).map(({ ids }) => [ids.at(-1), panel.life(ids.at(-1)).sentences()]);
+}"""
+
+LIT = """(request) => {
+  kvcore.choose({ side: kvcore.sides[0], request });
+  const flags = kvcore.colouring.lit(kvcore.sides[0]);
+  return [...flags.keys()].filter((id) => flags[id]);
+}"""
+
+HELD = """(request) => {
+  const found = new Set();
+  for (const seq of kvcore.sides[0].cache.sequences.values()) {
+    if (seq.request !== request) continue;
+    for (const id of seq.ids) found.add(id);
+    for (let span = seq.span; span; span = span.parent) span.ids.forEach((id) => found.add(id));
+  }
+  return [...found].sort((one, two) => one - two);
+}"""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """Return the trace of a small server with two tiers."""
+    path = tmp_path_factory.mktemp("pool") / "run.jsonl.gz"
+    done = run_here(*SERVER, "--trace", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Return a browser for all tests here."""
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def html(traced):
+    """Return the trace's page."""
+    path = traced.with_suffix(".html")
+    path.write_bytes(view_page([traced]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(browser, html):
+    """Return the page, open in a wide window, which must not complain to the end."""
+    with tab(browser, WIDE) as shown:
+        yield shown.open(html)
+        assert not shown.complaints
+
+
+def lines(path):
+    """Return the lines of a trace."""
+    with gzip.open(path, "rt") as file:
+        return list(map(json.loads, file))
+
+
+def names(runs, block):
+    """Return whether runs have a block."""
+    return any(
+        block in (range(first, first + count) if count > 0 else range(first, first + count, -1))
+        for first, count in runs
+    )
+
+
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.8, 1.0])
+def test_legend_and_tiers_are_those_of_replay(page, traced, part):
+    """The counts of the legend, and how full each tier is, are what `kvcore replay` has."""
+    time = lines(traced)[-1]["t"] / 1e9 * part
+    page.evaluate(SEEK, time)
+    told = json.loads(run_here("replay", traced, "--at", f"{time:.9f}", "--json").stdout)
+    legend = page.evaluate(LEGEND)
+    free, private = legend.pop("free"), legend.pop("private", 0)
+    pool = told["pool"]
+    assert (free, private, sum(legend.values())) == (
+        pool["free"],
+        pool["private"],
+        pool["cached"],
+    )
+    assert page.evaluate(TIERS) == [tier["used_blocks"] for tier in told["tiers"]]
+
+
+def test_every_colouring_counts_all_blocks(page, traced):
+    """However blocks are coloured, the classes of the legend are all blocks of the pool."""
+    page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
+    for mode in page.evaluate("() => kvcore.colouring.modes()"):
+        page.evaluate(
+            "(mode) => { kvcore.colouring.mode = mode; kvcore.panels.map((p) => p.draw()); }",
+            mode,
+        )
+        assert sum(page.evaluate(LEGEND).values()) == 1024, mode
+    page.evaluate("() => { kvcore.colouring.mode = 'state'; }")
+
+
+def test_life_of_a_block_is_that_of_the_trace(page, traced):
+    """A card says for whom a block was allocated, and when and for whom it is evicted."""
+    events = lines(traced)
+    at = events[len(events) // 2]["t"]
+    page.evaluate(SEEK, at / 1e9)
+    sequences = {e["seq"]: e["request"] for e in events if "seq" in e and "request" in e}
+    found = page.evaluate(LIVES, 5)
+    assert found
+    for block, sentences in found:
+        text = " ".join(sentences)
+        taken = [
+            e
+            for e in events
+            if e["event"] == "ALLOC" and e["t"] <= at and names(e["runs"], block)
+        ]
+        assert f"Allocated for request {sequences[taken[-1]['seq']]} at" in text
+        gone = [
+            e
+            for e in events
+            if e["event"] == "EVICT" and e["t"] > at and names(e["runs"], block)
+        ]
+        if gone:
+            assert (
+                f"at {gone[0]['t'] / 1e9:,.3f} s, by lru for request {gone[0]['for']}" in text
+            )
+        else:
+            assert "stays to the end" in text
+
+
+def test_what_a_request_has_is_lit(page, traced):
+    """The lit blocks of a running request are those of its spans, and its private ones."""
+    page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
+    request = page.evaluate(
+        "() => kvcore.sides[0].cache.sequences.values().next().value.request"
+    )
+    held = page.evaluate(HELD, request)
+    assert held
+    assert page.evaluate(LIT, request) == held
+    page.evaluate("() => kvcore.choose(null)")
+
+
+def test_keyboard_goes_from_cell_to_cell(page):
+    """The map has a cursor: what is under it is said, and the arrows do not move the clock."""
+    before = page.evaluate("() => kvcore.time")
+    page.locator("canvas.blocks").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#card-text").text_content().startswith("Block 1:")
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => kvcore.time") == before
+
+
+def test_large_pool_says_how_many_blocks_a_cell_is(browser, tmp_path):
+    """Where blocks are too many for the room, a cell is several: the panel says how many."""
+    trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"
+    run_here("simulate", "zipf:requests=20", "--blocks", "60000", "--trace", trace)
+    path.write_bytes(view_page([trace]))
+    with tab(browser, NARROW, scheme="dark") as shown:
+        page = shown.open(path)
+        grid = page.evaluate("() => kvcore.panels.find((panel) => panel.life).grid")
+        assert grid["each"] > 1
+        assert grid["cells"] == -(-60_000 // grid["each"])
+        note = page.locator(".pool .note").text_content()
+        assert f"A cell is {grid['each']} blocks" in note
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+        assert not shown.complaints
