@@ -261,8 +261,8 @@ def test_keys_and_clicks_on_the_timeline(page):
 
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
-    """Ids stay text in every panel, both sides have a card, nothing is too wide."""
-    bad = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    """Ids stay text in every panel, both sides have a card, nothing is turned or too wide."""
+    bad = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e" + 300 * "L"
     events = []
     for line in traces.lines(traces.rest(tmp_path / "plain.jsonl")):
         changed = {
@@ -270,7 +270,12 @@ def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, sche
             for name, value in line.items()
         }
         events.append(changed)
-    files = [traces.seal(tmp_path / name, events) for name in ("a<b>.jsonl", "c.jsonl")]
+    events[0]["plugins"]["eviction"]["name"] = bad
+    for line in events:
+        line |= {"by": bad} if "by" in line else {}
+    files = [
+        traces.seal(tmp_path / name, events) for name in ("a<b>.jsonl", f"{'c' * 200}.jsonl")
+    ]
     file = tmp_path / "page.html"
     file.write_bytes(view_page(files))
     with tab(browser, size, scheme=scheme) as found:
@@ -279,8 +284,9 @@ def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, sche
         page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 1 })")
         page.evaluate("kvcore.seek(kvcore.end)")
         page.wait_for_selector("#why-1")
-        assert bad in page.locator("#why-0").text_content()
-        assert bad in page.locator("#log-1").text_content()
+        shown = bad.replace("\u202e", "\ufffd")
+        assert shown in page.locator("#why-0").text_content()
+        assert shown in page.locator("#log-1").text_content()
         assert page.locator("main script, main img").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         assert found.complaints == []

@@ -11,9 +11,12 @@ async function readBytes(name) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** Return the value of a JSON data block. */
+/** What turns around the text after it. */
+const TURNING = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+/** Return the value of a JSON data block, each sign in it that turns text around as one that does not. */
 async function readJson(name) {
-  return JSON.parse(new TextDecoder().decode(await readBytes(name)));
+  return JSON.parse(new TextDecoder().decode(await readBytes(name)).replace(TURNING, "\ufffd"));
 }
 
 /** Return a new element. Children that are no nodes become text: nothing is read as markup. */
