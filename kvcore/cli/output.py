@@ -303,17 +303,18 @@ def plot_file(
         yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
 
 
-page_option = click.option(
-    "-o", "--out", required=True, callback=file_path, metavar="FILE", help="File for the page."
+page_option = partial(
+    click.option, "-o", "--out", callback=file_path, metavar="FILE", help="File for the page."
 )
 
 
-def write_page(out: Path, make: Callable[[], bytes]) -> None:
-    """Make and write a page, and say how large it is; on errors no file is left."""
+def write_page(out: Path, make: Callable[[], bytes]) -> bytes:
+    """Return a page, written to a file; say how large it is. On errors no file is left."""
     with atomic_file(out) as file:
         page = make()
         file.buffer.write(page)
     echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    return page
 
 
 STDOUT = Path("-")

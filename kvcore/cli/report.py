@@ -16,7 +16,7 @@ from kvcore.files import input_path, refuse_overwrite
     "kvcore report lru lfu compare.json -o report.html --title 'LRU or LFU?'",
 )
 @click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=click.Path())
-@page_option
+@page_option(required=True)
 @click.option(
     "--title", metavar="TEXT", help="Title of the page.  [default: names the results]"
 )

@@ -9,7 +9,7 @@ from kvcore.cli.verb import verb
 
 
 @verb("kvcore tour -o tour.html")
-@page_option
+@page_option(required=True)
 def tour(*, out: Path) -> None:
     """Make a page that explains the KV cache, for learners.
 
