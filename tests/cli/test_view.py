@@ -10,7 +10,7 @@ import msgspec
 import orjson
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab
 from helpers.commands import run_here
 
 from kvcore.cli import main as frame
@@ -44,13 +44,6 @@ CONTRASTS = """() => {
     return [ink, ground, (high + 0.05) / (low + 0.05)];
   }));
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser for all tests here."""
-    with browsing() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
