@@ -4,7 +4,7 @@ import re
 
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab
 
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
@@ -41,13 +41,6 @@ CURVES = """() => {
 }"""
 
 GAUGES = {"cached": "cached", "private": "private", "waiting": "waiting", "running": "running"}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser for all tests here."""
-    with browsing() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,398 @@
+"""`kvcore view`: the whole page, its clock, windows of long traces, untrusted input, a server."""
+
+import errno
+import os
+import re
+from http.client import HTTPConnection
+from threading import Thread
+
+import msgspec
+import orjson
+import pytest
+from helpers import traces
+from helpers.browser import NARROW, WIDE, tab
+from helpers.commands import run_here
+
+from kvcore.cli import main as frame
+from kvcore.pages import view_page
+from kvcore.pages.playback import Window
+from kvcore.pages.server import PageServer
+from kvcore.trace import events as structs
+from kvcore.trace import read_events, replay
+
+SERVED = (
+    *("simulate", "zipf:requests=150,rate=40,prefixes=15,prefix_tokens=256,suffix_tokens=64"),
+    *("--block-size", "16", "--blocks", "90"),
+)
+COUNTS = ("free", "cached", "private", "spans", "hit-ratio-so-far")
+EVIL = "<script>alert(1)</script><!--\"'>&amp;\u202e\u2028\x07]]>" + "x" * 10_000
+
+UNNAMED = """() => [...document.querySelectorAll("button, input, select, canvas, [tabindex]")]
+  .filter((each) => !(each.ariaLabel || each.getAttribute("aria-labelledby") || each.labels?.length
+    || each.textContent.trim() || each.title))
+  .map((each) => each.outerHTML.slice(0, 200))"""
+
+CONTRASTS = """() => {
+  const light = (hex) => {
+    const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
+    const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const value = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return ["ink", "soft"].flatMap((ink) => ["ground", "panel"].map((ground) => {
+    const [low, high] = [light(value(ink)), light(value(ground))].sort((a, b) => a - b);
+    return [ink, ground, (high + 0.05) / (low + 0.05)];
+  }));
+}"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder for traces and pages."""
+    return tmp_path_factory.mktemp("view")
+
+
+def serve(path):
+    """Record a small server under a clock."""
+    assert frame.run([*SERVED, "--trace", str(path)]) == 0
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """Return the trace of a small server."""
+    serve(folder / "served.jsonl.gz")
+    return folder / "served.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def page(browser, folder, served):
+    """Return the page of that server, opened once; it must not complain or fetch anything."""
+    file = folder / "served.html"
+    done = run_here("view", served, "-o", file)
+    assert done.returncode == 0, done.stderr
+    with tab(browser) as found:
+        yield found.open(file)
+        assert (found.complaints, found.requests) == ([], [])
+
+
+def row_is(page, row):
+    """Wait until the page shows the state after a row, and return its time in ns."""
+    page.wait_for_function(f"() => kvcore.sides[0].row === {row} && !kvcore.due")
+    return page.evaluate("() => kvcore.time")
+
+
+def shown(page):
+    """Return the counts that the page shows."""
+    return [page.inner_text(f"#count-0-{name}") for name in COUNTS]
+
+
+def counted(trace, time):
+    """Return what `kvcore replay --at` counts, as the page writes it."""
+    report = replay(trace, time)
+    ratio = report.hit["ratio"]["block"]
+    pool = [f"{report.pool[name]:,}" for name in ("free", "cached", "private", "spans")]
+    return [*pool, "none" if ratio is None else f"{100 * ratio:.1f}%"]
+
+
+def check_counts(page, trace, begin, end):
+    """Compare the counts at ten times, in a mixed order."""
+    for part in (0, 7, 3, 9, 1, 5, 2, 8, 4, 6):
+        time = begin + (end - begin) * part // 9
+        page.evaluate("(time) => kvcore.seek(time)", time)
+        page.wait_for_function("() => !kvcore.due")
+        assert shown(page) == counted(trace, time), time
+
+
+@pytest.mark.parametrize("record", [serve, traces.record, traces.rest])
+def test_counts_are_those_of_a_replay(browser, tmp_path, record):
+    """At ten times, of runs with a clock, without one, and with tiers."""
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    record(trace)
+    file.write_bytes(view_page([trace]))
+    last = [event.t for event in read_events(trace)][-1]
+    with tab(browser) as found:
+        check_counts(found.open(file), trace, 0, last)
+        assert (found.complaints, found.requests) == ([], [])
+
+
+def test_a_window_counts_like_a_replay_and_says_what_it_is(browser, served, tmp_path):
+    """The page and stderr name the lines that are there, and counts are those of the whole."""
+    file = tmp_path / "part.html"
+    done = run_here("view", served, "-o", file, "--window", "1:2.5", "--events", "400")
+    assert done.returncode == 0
+    notice = re.search(r"kvcore: (served.*--events N one of more lines\.)", done.stderr)[1]
+    with tab(browser) as found:
+        page = found.open(file)
+        assert page.inner_text(".notice").endswith(notice)
+        begin, end = page.evaluate("() => [kvcore.begin, kvcore.end]")
+        assert 10**9 <= begin < end < 2.5 * 10**9
+        check_counts(page, served, begin, end)
+        first, rows = page.evaluate(
+            "() => [kvcore.sides[0].playback.about.first, kvcore.sides[0].playback.length]"
+        )
+        assert 0 < rows <= 400
+        assert f"lines {first + 1:,} to {first + rows:,}, from" in notice
+        assert found.complaints == []
+
+
+def test_the_whole_trace_needs_no_notice(page):
+    """Nothing is left out, and nothing is said."""
+    assert page.locator("main > .notice").count() == 0
+
+
+def test_the_keyboard_moves_the_clock(page):
+    """Arrows go by events, page keys by hundredths, Home and End to the ends; space plays."""
+    page.evaluate("() => { document.activeElement.blur(); kvcore.seek(kvcore.begin); }")
+    last = page.evaluate("() => kvcore.sides[0].playback.length - 1")
+    begin = row_is(page, page.evaluate("() => kvcore.sides[0].row"))
+    start = page.evaluate("() => kvcore.sides[0].row")
+    page.keyboard.press("ArrowRight")
+    row_is(page, start + 1)
+    page.keyboard.press("ArrowLeft")
+    row_is(page, start)
+    page.keyboard.press("End")
+    end = row_is(page, last)
+    page.keyboard.press("PageUp")
+    page.wait_for_function(
+        "(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100
+    )
+    page.keyboard.press("Home")
+    page.keyboard.press("PageDown")
+    page.wait_for_function(
+        "(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100
+    )
+    page.keyboard.press("Home")
+    page.keyboard.press(" ")
+    page.wait_for_function("() => kvcore.playing && kvcore.time > kvcore.begin")
+    assert page.inner_text("#play") == "Pause"
+    page.keyboard.press(" ")
+    page.wait_for_function("() => !kvcore.playing")
+
+
+def test_the_scrubber_and_a_time_that_is_typed(page):
+    """Both go to that time; what is no number changes nothing."""
+    page.locator("#scrubber").fill("1000")
+    page.wait_for_function("() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
+    page.locator("#when").fill("1.25")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => kvcore.time === 1.25e9")
+    page.locator("#when").fill("soon")
+    page.keyboard.press("Enter")
+    assert page.evaluate("() => kvcore.time") == 1.25e9
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
+    """Nothing is cut off at the side, every control has a name, and text can be read."""
+    del page  # it has made the file
+    with tab(browser, size, scheme=scheme) as found:
+        opened = found.open(folder / "served.html")
+        opened.evaluate("() => kvcore.seek(kvcore.end / 2)")
+        wide, inner = opened.evaluate(
+            "() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
+        assert wide <= inner
+        assert opened.evaluate(UNNAMED) == []
+        low = [each for each in opened.evaluate(CONTRASTS) if each[2] < 4.5]
+        assert low == []
+
+
+def evil(path):
+    """Record tiers, and write a text that could be markup into every string that is free."""
+    traces.rest(path)
+    names = {}
+
+    def poisoned(value, name):
+        return names.setdefault((name, value), f"{EVIL}{len(names)}")
+
+    lines = traces.lines(path)
+    for line in lines:
+        for name in ("id", "request", "for", "after", "requester"):
+            if isinstance(line.get(name), str):
+                line[name] = poisoned(line[name], "request")
+        for name in ("tier", "from"):
+            if isinstance(line.get(name), str):
+                line[name] = poisoned(line[name], "tier")
+        if line["event"] == "REQUEST":
+            line |= dict.fromkeys(("salt", "tenant", "session", "tool"), EVIL)
+        if line["event"] == "HEADER":
+            for tier in line["tiers"]:
+                tier["tier"] = poisoned(tier["tier"], "tier")
+            line |= {"kvcore": EVIL, "executor": "simulate", "model": EVIL, "device": EVIL}
+            line["workload"] = {"name": EVIL, "digest": EVIL, "options": {EVIL: EVIL}}
+            line["batching"] = {EVIL: EVIL}
+            line["latency"] = {"name": EVIL, "options": {EVIL: EVIL}}
+            line["plugins"] |= {EVIL: {"name": EVIL, "options": {EVIL: EVIL}}}
+    free = {
+        "kvcore",
+        "salt",
+        "tenant",
+        "session",
+        "tool",
+        "by",
+        "why",
+        "executor",
+        "digest",
+        "tier",
+        "source",
+    }
+    texts = {
+        field.name
+        for struct in structs._structs
+        for field in msgspec.structs.fields(struct)
+        if "Text" in str(field.type) or field.type in (str, structs.Text)
+    }
+    assert texts <= free | {"event"}, "a new free text: let it be markup here too"
+    return traces.seal(path, lines)
+
+
+def test_no_string_of_a_trace_is_markup(browser, tmp_path):
+    """Scripts, comments, quotes and control characters in every string field stay text."""
+    trace = evil(tmp_path / "trace <img src=x onerror=alert(1)>.jsonl")
+    file = tmp_path / "page.html"
+    done = run_here("view", trace, "-o", file)
+    assert done.returncode == 0, done.stderr
+    assert b"alert(1)" not in file.read_bytes().split(b"</title>")[1]
+    with tab(browser, NARROW) as found:
+        page = found.open(file)
+        page.on("dialog", lambda dialog: found.complaints.append(dialog.message))
+        last = page.evaluate("() => kvcore.sides[0].playback.length - 1")
+        for row in range(0, last + 1, 7):
+            page.evaluate("(row) => { kvcore.seekRow(kvcore.sides[0], row); }", row)
+            page.evaluate("() => kvcore.choose({ side: kvcore.sides[0], request: 0 })")
+            page.wait_for_function("() => !kvcore.due")
+        assert page.locator("img, main script, iframe").count() == 0
+        assert "<script>alert(1)</script>" in page.inner_text("main")
+        wide, inner = page.evaluate(
+            "() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
+        assert wide <= inner
+        assert (found.complaints, found.requests) == ([], [])
+
+
+def test_equal_traces_give_equal_pages(served, page, folder):
+    """Byte for byte."""
+    del page
+    assert view_page([served]) == (folder / "served.html").read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut", "wrong"])
+def test_a_trace_that_is_refused_leaves_no_page(tmp_path, damage):
+    """A cut or invalid trace is told as `kvcore replay` tells it."""
+    trace = traces.record(tmp_path / "trace.jsonl")
+    raw = trace.read_bytes().splitlines(keepends=True)
+    if damage == "cut":
+        trace.write_bytes(b"".join(raw[:-5]))
+    else:
+        lines = traces.lines(trace)
+        next(line for line in lines if line["event"] == "EVICT")["age"] += 1
+        traces.seal(trace, lines)
+    told = run_here("replay", trace)
+    done = run_here("view", trace, "-o", tmp_path / "page.html")
+    assert (done.returncode, done.stderr) == (told.returncode, told.stderr)
+    assert done.returncode == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    """A workload is told to be none, and where to take it."""
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(orjson.dumps({"id": 1, "prompt_tokens": 3}) + b"\n")
+    done = run_here("view", file, "-o", tmp_path / "page.html")
+    assert done.returncode == 1
+    assert "not a kvcore trace" in done.stderr
+
+
+def test_where_to_must_be_said(served):
+    """Neither a file nor a server: the error names both."""
+    done = run_here("view", served)
+    assert done.returncode == 2
+    assert "-o FILE, or --serve" in done.stderr
+
+
+def test_a_page_does_not_overwrite_its_trace(served):
+    """The output is another file than the input."""
+    done = run_here("view", served, "-o", served)
+    assert done.returncode == 2
+    assert "name another file" in done.stderr
+
+
+def test_a_full_disk_leaves_no_page(served, tmp_path, monkeypatch):
+    """It is told as other verbs tell it."""
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvcore.files.AtomicFile.finish", full)
+    done = run_here("view", served, "-o", tmp_path / "page.html")
+    assert done.returncode == 3
+    assert "No space left" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def server():
+    """Serve a page."""
+    with PageServer(b"<!doctype html>page") as running:
+        Thread(
+            target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
+        yield running
+        running.shutdown()
+
+
+def asked(server, path="/", method="GET", **headers):
+    """Return the status, the body and the headers of an answer."""
+    connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read(), answer.headers
+
+
+def test_the_server_has_one_page(server):
+    """GET of `/` is answered with it, kept from other pages; nothing else is there."""
+    status, body, headers = asked(server)
+    assert (status, body) == (200, server.page)
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    assert server.server_address[0] == "127.0.0.1"
+    assert asked(server, "/etc/passwd")[0] == 404
+    assert asked(server, "/../")[0] == 404
+    assert asked(server, method="POST")[0] == 501
+
+
+def test_the_server_answers_its_own_name_alone(server):
+    """A name of the internet that was made to point here gets nothing."""
+    port = server.server_address[1]
+    assert asked(server, Host=f"localhost:{port}")[0] == 200
+    assert asked(server, Host="evil.example")[0] == 421
+    assert asked(server, Host=f"evil.example:{port}")[0] == 421
+
+
+def test_ctrl_c_ends_the_server(served, monkeypatch):
+    """Exit code 130, after the address was printed."""
+
+    def interrupted(_self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageServer, "serve_forever", interrupted)
+    done = run_here("view", served, "--serve")
+    assert done.returncode == 130
+    assert re.match(r"http://127\.0\.0\.1:\d+/ \(Ctrl-C ends it\)\n", done.stdout)
+
+
+def test_a_port_that_is_taken_is_told(server):
+    """The error says what to do."""
+    with pytest.raises(Exception, match="--port 0 takes a free one"):
+        PageServer(b"", server.server_address[1])
+
+
+def test_a_window_keeps_moments_whole(served):
+    """Where lines are cut by number, the page ends before a moment, not within it."""
+    from kvcore.pages.playback import Playback  # noqa: PLC0415
+
+    times = [event.t for event in read_events(served)]
+    rows = len(Playback(served, window=Window(most=500)).rows["kind"])
+    assert 400 < rows <= 500
+    assert times[rows] > times[rows - 1]
