@@ -304,6 +304,17 @@ def test_what_is_no_trace_is_refused(tmp_path):
     assert "not a kvcore trace" in done.stderr
 
 
+def test_a_time_that_no_page_can_show_is_refused(tmp_path):
+    """The error names the time, and how much there may be."""
+    events = traces.lines(traces.serve(tmp_path / "run.jsonl"))
+    for event in events[1:]:
+        event["t"] += 2**53
+    file = traces.seal(tmp_path / "late.jsonl", events)
+    done = run_here("view", file, "-o", tmp_path / "page.html")
+    assert done.returncode == 1
+    assert "its time in ns goes beyond 2^53" in done.stderr
+
+
 def test_where_to_must_be_said(served):
     """Neither a file nor a server: the error names both."""
     done = run_here("view", served)
