@@ -11,7 +11,7 @@ from kvcore.cli.output import input_file, page_option, progress, write_page
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.units import parse_window
+from kvcore.units import parse_seconds, parse_window
 
 
 @verb(
@@ -35,6 +35,11 @@ from kvcore.units import parse_window
     help="Seconds of the trace that the page plays, START:END; either may be left out.",
 )
 @click.option(
+    "--at",
+    metavar="SECONDS",
+    help="Time of the trace at which the page opens.  [default: the eviction that cost most]",
+)
+@click.option(
     "--events",
     type=click.IntRange(min=1),
     default=1_000_000,
@@ -48,6 +53,7 @@ def view(
     serve: bool,
     port: int,
     window: str | None,
+    at: str | None,
     events: int,
 ) -> None:
     """Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.
@@ -69,6 +75,7 @@ def view(
         view_page,
         traces,
         window=Window(start, end, events),
+        at=None if at is None else parse_seconds(at),
         progress=progress,
         notify=lambda notice: echo(f"kvcore: {notice}", err=True),
     )
