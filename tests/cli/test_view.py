@@ -311,6 +311,17 @@ def test_a_time_that_no_page_can_show_is_refused(tmp_path):
     assert "its time in ns goes beyond 2^53" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words", [("view", "-o"), ("report", "-o"), ("export", "--to", "perfetto", "--out")]
+)
+def test_a_name_that_is_no_unicode(words, tmp_path):
+    """A file may have any bytes in its name; what is made of it can be read as UTF-8."""
+    file = traces.serve(tmp_path / os.fsdecode(b"\xff.jsonl"))
+    done = run_here(words[0], file, *words[1:], tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text("utf-8")
+
+
 def test_where_to_must_be_said(served):
     """Neither a file nor a server: the error names both."""
     done = run_here("view", served)
