@@ -429,3 +429,11 @@ def test_a_window_keeps_moments_whole(served):
     rows = len(Playback(served, window=Window(most=500)).rows["kind"])
     assert 400 < rows <= 500
     assert times[rows] > times[rows - 1]
+
+
+def test_help_tells_each_default_once(capsys):
+    """What click says is not said again."""
+    assert frame.run(["view", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "[default: 1000000; x>=1]" in " ".join(told.split())
+    assert told.count("[default: 1000000") == 1
