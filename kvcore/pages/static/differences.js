@@ -86,8 +86,7 @@ class DifferencesPanel {
   draw() {
     const { app, marks } = this;
     this._band();
-    if (app.playing && performance.now() - (this.drawn ?? -Infinity) < 250) return;
-    this.drawn = performance.now();
+    if (app.keeps(this)) return;
     const both = app.about.note && !marks.some(({ rows }) => rows.length) ? null : heldByBoth(...app.sides);
     const ratios = app.sides.map(({ cache }) => (cache.lookups ? cache.hits / cache.lookups : 0));
     const totals = app.sides.map(({ contents: { totals: { hits, lookups } } }) => (lookups ? hits / lookups : 0));
