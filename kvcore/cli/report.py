@@ -8,6 +8,7 @@ import click
 
 from kvcore.cli.output import page_option, progress, write_page
 from kvcore.cli.verb import verb
+from kvcore.errors import InputError
 from kvcore.files import input_path, refuse_overwrite
 
 
@@ -32,6 +33,9 @@ def report(*, results: tuple[str, ...], out: Path, title: str | None) -> None:
     """
     from kvcore.pages import report_page  # noqa: PLC0415 - `--help` does without
 
+    if "" in results:
+        msg = "an empty path is no RESULT; name a file or a folder"
+        raise InputError(msg)
     paths = [input_path(result) for result in results]
     read = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
     refuse_overwrite(out, read)

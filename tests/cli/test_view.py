@@ -360,6 +360,21 @@ def test_the_server_has_one_page(server):
     assert asked(server, "/etc/passwd")[0] == 404
     assert asked(server, "/../")[0] == 404
     assert asked(server, method="POST")[0] == 501
+    status, body, headers = asked(server, method="HEAD")
+    assert (status, body, int(headers["Content-Length"])) == (200, b"", len(server.page))
+
+
+def test_a_browser_that_goes_away_is_no_error(capfd):
+    """Nothing is printed of it; of a mistake in the server there is."""
+    with PageServer(b"page") as server:
+        for error in (ConnectionResetError(), ZeroDivisionError()):
+            try:
+                raise error
+            except type(error):
+                server.handle_error(None, ("127.0.0.1", 1))
+    told = capfd.readouterr().err
+    assert "ZeroDivisionError" in told
+    assert "ConnectionResetError" not in told
 
 
 def test_the_server_answers_its_own_name_alone(server):
