@@ -10,7 +10,7 @@ import msgspec
 import orjson
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, tab
+from helpers.browser import NARROW, WIDE, tab, until
 from helpers.commands import run_here
 
 from kvcore.cli import main as frame
@@ -77,7 +77,7 @@ def page(browser, folder, served):
 
 def row_is(page, row):
     """Wait until the page shows the state after a row, and return its time in ns."""
-    page.wait_for_function(f"() => kvcore.sides[0].row === {row} && !kvcore.due")
+    until(page, f"() => kvcore.sides[0].row === {row} && !kvcore.due")
     return page.evaluate("() => kvcore.time")
 
 
@@ -99,7 +99,7 @@ def check_counts(page, trace, begin, end):
     for part in (0, 7, 3, 9, 1, 5, 2, 8, 4, 6):
         time = begin + (end - begin) * part // 9
         page.evaluate("(time) => kvcore.seek(time)", time)
-        page.wait_for_function("() => !kvcore.due")
+        until(page, "() => !kvcore.due")
         assert shown(page) == counted(trace, time), time
 
 
@@ -153,29 +153,25 @@ def test_the_keyboard_moves_the_clock(page):
     page.keyboard.press("End")
     end = row_is(page, last)
     page.keyboard.press("PageUp")
-    page.wait_for_function(
-        "(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100
-    )
+    until(page, "(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100)
     page.keyboard.press("Home")
     page.keyboard.press("PageDown")
-    page.wait_for_function(
-        "(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100
-    )
+    until(page, "(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100)
     page.keyboard.press("Home")
     page.keyboard.press(" ")
-    page.wait_for_function("() => kvcore.playing && kvcore.time > kvcore.begin")
+    until(page, "() => kvcore.playing && kvcore.time > kvcore.begin")
     assert page.inner_text("#play") == "Pause"
     page.keyboard.press(" ")
-    page.wait_for_function("() => !kvcore.playing")
+    until(page, "() => !kvcore.playing")
 
 
 def test_the_scrubber_and_a_time_that_is_typed(page):
     """Both go to that time; what is no number changes nothing."""
     page.locator("#scrubber").fill("1000")
-    page.wait_for_function("() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
+    until(page, "() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
     page.locator("#when").fill("1.25")
     page.keyboard.press("Enter")
-    page.wait_for_function("() => kvcore.time === 1.25e9")
+    until(page, "() => kvcore.time === 1.25e9")
     page.locator("#when").fill("soon")
     page.keyboard.press("Enter")
     assert page.evaluate("() => kvcore.time") == 1.25e9
@@ -261,7 +257,7 @@ def test_no_string_of_a_trace_is_markup(browser, tmp_path):
         for row in range(0, last + 1, 7):
             page.evaluate("(row) => { kvcore.seekRow(kvcore.sides[0], row); }", row)
             page.evaluate("() => kvcore.choose({ side: kvcore.sides[0], request: 0 })")
-            page.wait_for_function("() => !kvcore.due")
+            until(page, "() => !kvcore.due")
         assert page.locator("img, main script, iframe").count() == 0
         assert "<script>alert(1)</script>" in page.inner_text("main")
         wide, inner = page.evaluate(

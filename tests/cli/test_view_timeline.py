@@ -4,7 +4,7 @@ import re
 
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, tab
+from helpers.browser import NARROW, WIDE, tab, until
 
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
@@ -151,7 +151,8 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
         name = timeline.requests.ids[row]
         page.fill("#request", str(name))
         page.keyboard.press("Tab")
-        page.wait_for_function(
+        until(
+            page,
             "start => document.querySelector('#why-0')?.textContent.startsWith(start)",
             arg=f"Request {name} ",
         )
@@ -180,7 +181,7 @@ def test_ids_and_times_in_the_reasons_can_be_pressed(page):
     seconds = page.evaluate("kvcore.time / 1e9")
     assert seconds == pytest.approx(float(told.split()[0]), abs=0.001)
     names.last.click()
-    page.wait_for_function("id => document.querySelector('#request').value === id", arg=other)
+    until(page, "id => document.querySelector('#request').value === id", arg=other)
 
 
 def test_events_are_told_in_words(page, overloaded):
@@ -231,15 +232,16 @@ def test_keys_and_clicks_on_the_timeline(page):
     width = page.evaluate("kvcore.timelineWindow.width")
     page.keyboard.press("+")
     assert page.evaluate("kvcore.timelineWindow.width") == pytest.approx(width / 2)
-    page.wait_for_function("kvcore.panels.find((each) => each.window).shown.length > 1")
+    until(page, "() => kvcore.panels.find((each) => each.window).shown.length > 1")
     page.keyboard.press("ArrowDown")
     first = page.evaluate("kvcore.pointed.request")
     page.keyboard.press("ArrowDown")
     assert page.evaluate("kvcore.pointed.request") != first
     page.keyboard.press("Enter")
     assert page.evaluate("kvcore.chosen.request") == page.evaluate("kvcore.pointed.request")
-    page.wait_for_function(
-        "document.querySelector('#timeline-note-0').textContent.startsWith('Request ')"
+    until(
+        page,
+        "() => document.querySelector('#timeline-note-0').textContent.startsWith('Request ')",
     )
     shown = page.evaluate("""() => {
       const panel = kvcore.panels.find((each) => each.window);

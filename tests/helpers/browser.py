@@ -48,6 +48,15 @@ class Tab:
         return self.page
 
 
+def until(page, condition, arg=None):
+    """Wait until a condition of a page holds, looked at before each frame.
+
+    That of playwright evaluates text in the page, which the policy of a page forbids.
+    """
+    look = f"const look = () => (({condition})(arg) ? done() : requestAnimationFrame(look))"
+    page.evaluate(f"(arg) => new Promise((done) => {{ {look}; look(); }})", arg)
+
+
 @contextmanager
 def browsing():
     """Run a browser as long as the body takes; skip the test if there is none."""
