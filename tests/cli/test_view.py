@@ -1,4 +1,4 @@
-"""`kvcore view`: the whole page, its clock, windows of long traces, untrusted input, a server."""
+"""`kvcore view`: the page, its clock, windows of long traces, untrusted input, a server."""
 
 import errno
 import os
@@ -28,17 +28,19 @@ COUNTS = ("free", "cached", "private", "spans", "hit-ratio-so-far")
 EVIL = "<script>alert(1)</script><!--\"'>&amp;\u202e\u2028\x07]]>" + "x" * 10_000
 
 UNNAMED = """() => [...document.querySelectorAll("button, input, select, canvas, [tabindex]")]
-  .filter((each) => !(each.ariaLabel || each.getAttribute("aria-labelledby") || each.labels?.length
-    || each.textContent.trim() || each.title))
+  .filter((each) => !(each.ariaLabel || each.getAttribute("aria-labelledby")
+    || each.labels?.length || each.textContent.trim() || each.title))
   .map((each) => each.outerHTML.slice(0, 200))"""
 
 CONTRASTS = """() => {
   const light = (hex) => {
     const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
-    const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = parts.map((c) =>
+      (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const value = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const style = getComputedStyle(document.documentElement);
+  const value = (name) => style.getPropertyValue(`--${name}`).trim();
   return ["ink", "soft"].flatMap((ink) => ["ground", "panel"].map((ground) => {
     const [low, high] = [light(value(ink)), light(value(ground))].sort((a, b) => a - b);
     return [ink, ground, (high + 0.05) / (low + 0.05)];
@@ -211,11 +213,11 @@ def evil(path):
             if isinstance(line.get(name), str):
                 line[name] = poisoned(line[name], "tier")
         if line["event"] == "REQUEST":
-            line |= dict.fromkeys(("salt", "tenant", "session", "tool"), EVIL)
+            line.update(dict.fromkeys(("salt", "tenant", "session", "tool"), EVIL))
         if line["event"] == "HEADER":
             for tier in line["tiers"]:
                 tier["tier"] = poisoned(tier["tier"], "tier")
-            line |= {"kvcore": EVIL, "executor": "simulate", "model": EVIL, "device": EVIL}
+            line.update(kvcore=EVIL, executor="simulate", model=EVIL, device=EVIL)
             line["workload"] = {"name": EVIL, "digest": EVIL, "options": {EVIL: EVIL}}
             line["batching"] = {EVIL: EVIL}
             line["latency"] = {"name": EVIL, "options": {EVIL: EVIL}}

@@ -267,7 +267,8 @@ def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, sche
         events.append(changed)
     events[0]["plugins"]["eviction"]["name"] = bad
     for line in events:
-        line |= {"by": bad} if "by" in line else {}
+        if "by" in line:
+            line["by"] = bad
     files = [
         traces.seal(tmp_path / name, events) for name in ("a<b>.jsonl", f"{'c' * 200}.jsonl")
     ]

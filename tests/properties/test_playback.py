@@ -38,10 +38,11 @@ async ({ name, blocks, rows, stride }) => {
     const cache = playback.seek(row);
     return {
       counts: [cache.free, cache.cached, cache.private, cache.lookups, cache.hits],
-      tiers: cache.tiers.map(({ used, parked }) => [used, [...parked.values()].reduce((sum, each) => sum + each, 0)]),
+      tiers: cache.tiers.map(({ used, parked }) =>
+        [used, [...parked.values()].reduce((sum, each) => sum + each, 0)]),
       spans: [...cache.spans.values()].map((span) => [
-        span.id, span.parent ? span.parent.id : -1, span.start, [...span.ids], span.pins, span.hits, span.last,
-        span.children.size,
+        span.id, span.parent ? span.parent.id : -1, span.start, [...span.ids],
+        span.pins, span.hits, span.last, span.children.size,
       ]).sort((a, b) => a[0] - b[0]),
       sequences: [...cache.sequences.values()].map((seq) =>
         [seq.id, seq.span ? seq.span.id : -1, [...seq.ids]]).sort((a, b) => a[0] - b[0]),
@@ -54,7 +55,9 @@ async ({ name, blocks, rows, stride }) => {
     for (let request = 0; request < lengths.length; request++) {
       for (let at = 0; at < lengths[request]; at++) {
         const owner = contents.owner(request, at);
-        uses.push([request, at, row, owner, contents.nextUser(owner, at, row), contents.heldByOptimum(owner, at, row)]);
+        const next = contents.nextUser(owner, at, row);
+        const held = contents.heldByOptimum(owner, at, row);
+        uses.push([request, at, row, owner, next, held]);
       }
     }
   }
@@ -254,7 +257,8 @@ def test_sentences_come_out_as_they_went_in(page):
     read = page.evaluate(
         """(why) => {
           const { constructor } = kvcore.sides[0].playback;
-          const holder = Object.assign(Object.create(constructor.prototype), { requests: { why } });
+          const holder = Object.create(constructor.prototype);
+          holder.requests = { why };
           return why.uses.split("\\n").map((_, request) => holder.why(request));
         }""",
         shared,
