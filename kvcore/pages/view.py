@@ -74,8 +74,8 @@ def _left_out(name: str, side: Playback) -> Iterator[str]:
     yield (
         f"{name}: this page plays lines {side.first + 1:,} to {side.first + rows:,}, from "
         f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {whole}. The pool at their "
-        "begin is exact; curves, timeline and events show these lines alone. --window START:END "
-        "(seconds) makes a page of another part, --events N one of more lines."
+        "begin is exact; curves, timeline and events show these lines alone. --window "
+        "START:END (seconds) makes a page of another part, --events N one of more lines."
     )
 
 
