@@ -77,6 +77,15 @@ def unmeasured_processes(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """Run a browser for all tests of a file that want one."""
+    from helpers.browser import browsing  # noqa: PLC0415 - for few tests
+
+    with browsing() as started:
+        yield started
+
+
 @pytest.fixture(scope="session")
 def redis_server():
     """Run a server of Redis or Valkey for all tests that want one."""

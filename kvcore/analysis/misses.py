@@ -23,7 +23,7 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
     TierDrop,
 )
-from kvcore.progress import Tick, ticked, unseen
+from kvcore.progress import Tick, unseen
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import TracedPrompt, TracedSpan, ViolationError, path
 
@@ -57,23 +57,11 @@ def explain(
         TraceError: it has no HEADER, a line is damaged or contradicts what came before.
     """
     reader = read_events(file)
-    inquest: MissClassifier | None = None
-    header: dict[str, Any] = {}
-    for event in ticked(reader, tick):
-        try:
-            if inquest is None:
-                header = event.as_dict()
-                inquest = MissClassifier(event)  # type: ignore[arg-type]  # the reader has seen to it
-            else:
-                inquest.take(event)
-        except ValueError as error:
-            reader.fail(f"{event.event}: {error}")
-    if inquest is None:
-        reader.fail("there is no HEADER, so nothing can be told of what follows")
+    inquest = reader.feed(MissClassifier, tick)
     inquest.judge()
     return Explanation(
         source=str(reader.file) if source is None else source,
-        header=header,
+        header=inquest.state.header.as_dict(),
         complete=reader.complete,
         cut_reason=reader.cut_reason,
         requests=inquest.requests,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.progress import Tick, ticked, unseen
+from kvcore.progress import Tick, unseen
 from kvcore.trace import CacheState, read_events
 from kvcore.trace.state import ViolationError, run_blocks
 
@@ -285,23 +285,11 @@ class Timeline:
             TraceError: it has no HEADER, a line is damaged or contradicts what came before.
         """
         reader = read_events(file)
-        builder: TimelineBuilder | None = None
-        header: dict[str, Any] = {}
-        for event in ticked(reader, tick):
-            try:
-                if builder is None:
-                    header = event.as_dict()
-                    builder = TimelineBuilder(event)  # type: ignore[arg-type]  # the reader has seen to it
-                else:
-                    builder.take(event)
-            except ValueError as error:
-                reader.fail(f"{event.event}: {error}")
-        if builder is None:
-            reader.fail("there is no HEADER, so nothing can be told of what follows")
+        builder = reader.feed(TimelineBuilder, tick)
         builder.end()
         return cls(
             source=str(reader.file),
-            header=header,
+            header=builder.state.header.as_dict(),
             complete=reader.complete,
             cut_reason=reader.cut_reason,
             lines=reader.line,

@@ -33,7 +33,7 @@ from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results
 from kvcore.errors import InputError
 from kvcore.files import STDIN, atomic_file, file_bytes, input_path, refuse_overwrite
 from kvcore.progress import Tick, unseen
-from kvcore.units import NS_PER_S, format_number, parse_seconds
+from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.workloads import Workload
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
@@ -301,6 +301,20 @@ def plot_file(
     refuse_overwrite(path, inputs)
     with atomic_file(path) as file:
         yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
+
+
+page_option = partial(
+    click.option, "-o", "--out", callback=file_path, metavar="FILE", help="File for the page."
+)
+
+
+def write_page(out: Path, make: Callable[[], bytes]) -> bytes:
+    """Return a page, written to a file; say how large it is. On errors no file is left."""
+    with atomic_file(out) as file:
+        page = make()
+        file.buffer.write(page)
+    echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    return page
 
 
 STDOUT = Path("-")

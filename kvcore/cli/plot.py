@@ -40,6 +40,9 @@ def plot(*, source: str, kind: PlotKind, out: Path) -> None:
     All kinds but `latency` need the trace, which a RESULT has too. What of a TRACE that is cut
     can be read is drawn, but for `ages`, and the plot says so.
     """
+    if not source:
+        msg = "an empty path is no TRACE and no RESULT; name a file or a folder"
+        raise InputError(msg)
     folder = Path(source) if Path(source).is_dir() else None
     if folder is not None and kind == "latency":
         found = plots.Latencies.read(folder)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.output import file_path, progress
-from kvcore.cli.verb import echo, verb
-from kvcore.files import atomic_file, input_path, refuse_overwrite
-from kvcore.units import DECIMAL, format_bytes
+from kvcore.cli.output import page_option, progress, write_page
+from kvcore.cli.verb import verb
+from kvcore.errors import InputError
+from kvcore.files import input_path, refuse_overwrite
 
 
 @verb(
@@ -17,9 +17,7 @@ from kvcore.units import DECIMAL, format_bytes
     "kvcore report lru lfu compare.json -o report.html --title 'LRU or LFU?'",
 )
 @click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=click.Path())
-@click.option(
-    "-o", "--out", required=True, callback=file_path, metavar="FILE", help="File for the page."
-)
+@page_option(required=True)
 @click.option(
     "--title", metavar="TEXT", help="Title of the page.  [default: names the results]"
 )
@@ -35,10 +33,10 @@ def report(*, results: tuple[str, ...], out: Path, title: str | None) -> None:
     """
     from kvcore.pages import report_page  # noqa: PLC0415 - `--help` does without
 
+    if "" in results:
+        msg = "an empty path is no RESULT; name a file or a folder"
+        raise InputError(msg)
     paths = [input_path(result) for result in results]
     read = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
     refuse_overwrite(out, read)
-    with atomic_file(out) as file:
-        page = report_page(paths, title=title, progress=progress)
-        file.buffer.write(page)
-    echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    write_page(out, lambda: report_page(paths, title=title, progress=progress))

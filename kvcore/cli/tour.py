@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
-
-from kvcore.cli.output import file_path
-from kvcore.cli.verb import echo, verb
-from kvcore.files import atomic_file
-from kvcore.units import DECIMAL, format_bytes
+from kvcore.cli.output import page_option, write_page
+from kvcore.cli.verb import verb
 
 
 @verb("kvcore tour -o tour.html")
-@click.option(
-    "-o", "--out", required=True, callback=file_path, metavar="FILE", help="File for the page."
-)
+@page_option(required=True)
 def tour(*, out: Path) -> None:
     """Make a page that explains the KV cache, for learners.
 
@@ -25,7 +19,4 @@ def tour(*, out: Path) -> None:
     """
     from kvcore.pages.tour import tour_page  # noqa: PLC0415 - it imports the engine
 
-    with atomic_file(out) as file:
-        page = tour_page()
-        file.buffer.write(page)
-    echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    write_page(out, tour_page)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import click
 
-from kvcore.cli.output import file_path, input_file, progress
+from kvcore.cli.output import input_file, page_option, progress, write_page
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.units import DECIMAL, format_bytes, parse_window
+from kvcore.files import refuse_overwrite
+from kvcore.units import parse_seconds, parse_window
 
 
 @verb(
@@ -21,7 +21,7 @@ from kvcore.units import DECIMAL, format_bytes, parse_window
 )
 @click.argument("trace", callback=input_file)
 @click.argument("other", required=False, callback=input_file)
-@click.option("-o", "--out", callback=file_path, metavar="FILE", help="File for the page.")
+@page_option()
 @click.option("--serve", is_flag=True, help="Serve the page to this machine until Ctrl-C.")
 @click.option(
     "--port",
@@ -33,6 +33,11 @@ from kvcore.units import DECIMAL, format_bytes, parse_window
     "--window",
     metavar="START:END",
     help="Seconds of the trace that the page plays, START:END; either may be left out.",
+)
+@click.option(
+    "--at",
+    metavar="SECONDS",
+    help="Time of the trace at which the page opens.  [default: the eviction that cost most]",
 )
 @click.option(
     "--events",
@@ -48,6 +53,7 @@ def view(
     serve: bool,
     port: int,
     window: str | None,
+    at: str | None,
     events: int,
 ) -> None:
     """Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.
@@ -65,19 +71,17 @@ def view(
         raise InputError(msg)
     start, end = (0, None) if window is None else parse_window(window)
     traces = [trace] if other is None else [trace, other]
+    make = partial(
+        view_page,
+        traces,
+        window=Window(start, end, events),
+        at=None if at is None else parse_seconds(at),
+        progress=progress,
+        notify=lambda notice: echo(f"kvcore: {notice}", err=True),
+    )
     if out is not None:
         refuse_overwrite(out, traces)
-    with nullcontext() if out is None else atomic_file(out) as file:
-        page = view_page(
-            traces,
-            window=Window(start, end, events),
-            progress=progress,
-            notify=lambda notice: echo(f"kvcore: {notice}", err=True),
-        )
-        if file is not None:
-            file.buffer.write(page)
-    if out is not None:
-        echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
+    page = make() if out is None else write_page(out, make)
     if serve:
         from kvcore.pages.server import PageServer  # noqa: PLC0415 - most pages are files
 

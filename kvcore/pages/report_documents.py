@@ -27,10 +27,13 @@ from kvcore.pages.report_parts import (
     Line,
     Part,
     Result,
+    again,
     bars,
     chart,
     command,
+    curves,
     heading,
+    opening,
     sections,
     sentences,
     settings,
@@ -108,9 +111,7 @@ class Swept(Result):
     def parts(self) -> Iterator[Part]:
         """Yield what is told of one sweep."""
         report, grid = self.report, self.grid
-        yield from sentences(report.headline)
-        yield heading("What was run")
-        yield from sentences(report.setup)
+        yield from opening(report)
         yield heading("The best")
         yield from table("The best of each contest", report.headers, report.rows, report.right)
         yield from sentences(report.reading)
@@ -132,11 +133,10 @@ class Swept(Result):
             for row in report.sweep.failed
         ]
         yield from table("Cells that failed", [*grid.varied, "because"], failed, ())
-        yield heading("How to make it again")
         toml = [f'mode = "{grid.mode}"']
         toml += [f"{name} = {json.dumps(values)}" for name, values in grid.axes.items()]
-        yield {"kind": "command", "text": "\n".join(toml)}
-        yield from sentences("kvcore sweep grid.toml --out results.csv", "command")
+        grid_file, run = again("kvcore sweep grid.toml --out results.csv")
+        yield from (grid_file, {"kind": "command", "text": "\n".join(toml)}, run)
 
     def _charts(self) -> Iterator[Part]:
         """Yield a chart for each measure, by the first axis of numbers; a line a policy."""
@@ -158,22 +158,15 @@ class Swept(Result):
             if measure.column == "goodput":
                 unit, factor = "", 1
             title = f"{measure.title.partition(' ')[2]}, {measure.unit}"
-            lines = [
-                Line(
-                    name,
-                    [x for x, _ in sorted(found)],
-                    [factor * y for _, y in sorted(found)],
-                    COLOURS[place % len(COLOURS)],
-                    DASHES[place // len(COLOURS) % len(DASHES)],
-                    points=True,
-                )
-                for place, (name, found) in enumerate(points.items())
-            ]
             x = Axis(across.replace("_", " "), log=_spread(grid.axes[across]))
             by = f"; a line for each {' and '.join(others)}" if others else ""
             about = f"Of each cell, by {x.title}{by}."
             yield from chart(
-                f"{title[0].upper()}{title[1:]}", about, x, Axis(title, unit), lines
+                f"{title[0].upper()}{title[1:]}",
+                about,
+                x,
+                Axis(title, unit),
+                curves(points, factor),
             )
 
 
@@ -259,7 +252,6 @@ class Planned(Result):
         yield heading("What was run")
         yield from sentences(report.closing)
         yield from sentences("\n".join(plan.notes))
-        yield heading("How to make it again")
         options = {name: value for name, value in plan.setup.items() if name != "workload"}
         line = command(
             "plan",
@@ -268,7 +260,7 @@ class Planned(Result):
             percentile=plan.percentile,
             max_gpus=plan.max_gpus,
         )
-        yield from sentences(line, "command")
+        yield from again(line)
 
 
 GRANTED = {
@@ -350,7 +342,6 @@ class Rerun(Result):
         one, other = (dict(settings(run.config)) for run in (found.recorded, found.rerun))
         rows = [[name, one.get(name, NONE), other.get(name, NONE)] for name in {**one, **other}]
         yield from table("All settings", ["setting", "recorded", "what if"], rows, ())
-        yield heading("How to make it again")
         before, after = found.recorded.config, found.rerun.config
         changed = {n: v for n, v in after.items() if before.get(n) != v and n != "batching"}
         changed |= {
@@ -361,7 +352,7 @@ class Rerun(Result):
         if "tiers" in changed:
             changed["tier"] = changed.pop("tiers") or "none"
         line = command("replay", found.file, **changed, json=True)
-        yield from sentences(line, "command")
+        yield from again(line)
         yield from sentences(
             f"Regret and miss reasons are those of the trace: give {found.file} to `kvcore "
             "report` too.",
@@ -413,14 +404,13 @@ class Explained(Result):
         source, asked = self.explanation.source, (self.document.get("request"),)
         if self.summary is None:
             yield from self._request()
-            again = command("explain", source, *asked, json=True)
+            line = command("explain", source, *asked, json=True)
         else:
             report = SummaryReport(self.explanation, self.summary)
             yield from sentences(report.headline)
             yield from reason_tables(report)
-            again = command("explain", source, summary=True, json=True)
-        yield heading("How to make it again")
-        yield from sentences(again, "command")
+            line = command("explain", source, summary=True, json=True)
+        yield from again(line)
         yield from sentences(
             f"What was run, the regret, and what happened over time are in the trace: give "
             f"{source} to `kvcore report` too.",
@@ -525,9 +515,7 @@ class Measured(Result):
     def parts(self) -> Iterator[Part]:
         """Yield what is told of one measurement."""
         report, quality = self.report, self.report.quality
-        yield from sentences(report.headline)
-        yield heading("What was run")
-        yield from sentences(report.setup)
+        yield from opening(report)
         yield heading("What is lost")
         headers = report.headers
         yield from table("Retention, codec and budget", headers, report.rows, headers[2:])
@@ -583,7 +571,6 @@ class Sized(Result):
         found, model = self.document, self.document["model"]
         yield from sentences(size_title(model))
         yield from table("What it takes, and what fits", SIZE_HEADERS, self.cells)
-        yield heading("How to make it again")
         device = found.get("device")
         line = command(
             "size",
@@ -597,4 +584,4 @@ class Sized(Result):
             reserve=device and f"{found['fit']['reserve_bytes']}B",
             json=True,
         )
-        yield from sentences(line, "command")
+        yield from again(line)

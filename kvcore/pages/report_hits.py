@@ -21,9 +21,13 @@ from kvcore.pages.report_parts import (
     Line,
     Part,
     Result,
+    again,
+    against,
     chart,
     command,
+    curves,
     heading,
+    opening,
     sentences,
     table,
 )
@@ -128,9 +132,6 @@ class HitResult(Result):
         yield from chart("Hits by pool size", about, POOL, HITS, lines)
         hits = [each.hits() for each in found]
         keys = dict.fromkeys(key for each in hits for key in each)
-        headers = ["eviction", "blocks", labels[0]]
-        for label in labels[1:]:
-            headers += [label, f"against {labels[0]}"]
         rows = []
         for key in keys:
             first, *others = [each.get(key) for each in hits]
@@ -138,6 +139,7 @@ class HitResult(Result):
             for other in others:
                 cells += [share(other), change_text(first, other, share)]
             rows.append(cells)
+        headers = ["eviction", "blocks", *against(labels)]
         yield from table("Hits by policy and pool size", headers, rows)
 
 
@@ -186,9 +188,7 @@ class Compared(HitResult):
     def parts(self) -> Iterator[Part]:
         """Yield what is told of one comparison."""
         report, comparison = self.report, self.report.comparison
-        yield from sentences(report.headline)
-        yield heading("What was run")
-        yield from sentences(report.setup)
+        yield from opening(report)
         if report.empty:
             return
         yield heading("Hits")
@@ -213,8 +213,7 @@ class Compared(HitResult):
             yield heading("Bill")
             yield from table("Bill by policy and pool size", bill.headers, bill.rows)
             yield from sentences(bill.reading)
-        yield heading("How to make it again")
-        yield from sentences(self._command(), "command")
+        yield from again(self._command())
         one = next((row for row in comparison.rows if row.eviction != Belady.name), None)
         if one is not None:
             policy = plugin_text(one.eviction, one.options)
@@ -332,9 +331,7 @@ class Curved(HitResult):
     def parts(self) -> Iterator[Part]:
         """Yield what is told of one set of curves."""
         report, curves = self.report, self.report.curves
-        yield from sentences(report.headline)
-        yield heading("What was run")
-        yield from sentences(report.setup)
+        yield from opening(report)
         if report.empty:
             return
         yield heading("Hits")
@@ -347,7 +344,6 @@ class Curved(HitResult):
             "Hits by pool size and policy", report.headers, report.rows, report.headers
         )
         yield from sentences(report.reading)
-        yield heading("How to make it again")
         layout = report.layout
         line = command(
             "curve",
@@ -360,7 +356,7 @@ class Curved(HitResult):
             codec=None if layout is None else layout.codec,
             json=True,
         )
-        yield from sentences(line, "command")
+        yield from again(line)
         one = next((each for each in curves.curves if each.eviction != Belady.name), None)
         if one is not None:
             policy = plugin_text(one.eviction, one.options)
@@ -409,9 +405,7 @@ class Planed(Result):
     def parts(self) -> Iterator[Part]:
         """Yield what is told of one plane."""
         report, plane = self.report, self.report.plane
-        yield from sentences(report.headline)
-        yield heading("What was run")
-        yield from sentences(report.setup)
+        yield from opening(report)
         yield heading("Hits, and the prefill that they save")
         hits = "The share of looked-up blocks that hit in the pool, or are loaded"
         saved = "The share of prefill time saved, less the time to load"
@@ -420,23 +414,13 @@ class Planed(Result):
             ("Prefill saved", saved, plane.saved),
         ):
             yield from table(told, report.headers, report.rows(value))
-            lines = [
-                Line(
-                    report.size(size),
-                    plane.pools,
-                    [100 * value(point) for point in points],
-                    COLOURS[place % len(COLOURS)],
-                    DASHES[place // len(COLOURS) % len(DASHES)],
-                    points=True,
-                )
-                for place, (size, points) in enumerate(
-                    zip(plane.tiers, plane.points, strict=True)
-                )
-            ]
+            lines = {
+                report.size(size): [(point.pool_blocks, value(point)) for point in points]
+                for size, points in zip(plane.tiers, plane.points, strict=True)
+            }
             about = f"{told}, by the size of the pool; a line for each size of {report.below}."
-            yield from chart(title, about, POOL, Axis("share", "%"), lines)
+            yield from chart(title, about, POOL, Axis("share", "%"), curves(lines, 100))
         yield from sentences(report.reading)
-        yield heading("How to make it again")
         layout = report.layout
         line = command(
             "curve",
@@ -450,4 +434,4 @@ class Planed(Result):
             exact=plane.exact,
             json=True,
         )
-        yield from sentences(line, "command")
+        yield from again(line)

@@ -96,6 +96,25 @@ def sentences(text: str, kind: str = "text") -> list[Part]:
     return [{"kind": kind, "text": line} for line in text.splitlines() if line]
 
 
+def opening(report: Any) -> Iterator[Part]:
+    """Yield what a report says first, and what was run."""
+    yield from sentences(report.headline)
+    yield heading("What was run")
+    yield from sentences(report.setup)
+
+
+def again(lines: str) -> Iterator[Part]:
+    """Yield the commands that make a result once more."""
+    yield heading("How to make it again")
+    yield from sentences(lines, "command")
+
+
+def against(labels: Sequence[str]) -> list[str]:
+    """Return the headers of results side by side: the first, and others with the difference."""
+    first, *others = labels
+    return [first, *(header for each in others for header in (each, f"against {first}"))]
+
+
 def table(
     caption: str,
     headers: Sequence[str],
@@ -203,6 +222,18 @@ def distributions(
     found = table("", ["requests at or below", *ordered], rows)
     y = Axis("requests at or below", "%")
     return chart(title, about, x, y, lines, top=100, numbers=found[0], **more)
+
+
+def curves(points: Mapping[str, Iterable[tuple[float, float]]], factor: float) -> list[Line]:
+    """Return a line of points for each name, no two alike; `factor` scales the values."""
+    lines = []
+    for place, (name, found) in enumerate(points.items()):
+        row, column = divmod(place, len(COLOURS))
+        x, y = zip(*sorted(found), strict=True)
+        scaled = [factor * value for value in y]
+        dash = DASHES[row % len(DASHES)]
+        lines.append(Line(name, x, scaled, COLOURS[column], dash, points=True))
+    return lines
 
 
 def _positive(line: Line) -> Line:

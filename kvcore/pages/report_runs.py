@@ -25,6 +25,8 @@ from kvcore.pages.report_parts import (
     Line,
     Part,
     Result,
+    again,
+    against,
     bars,
     chart,
     command,
@@ -231,7 +233,6 @@ class Run(Result):
         yield from self._amounts()
         yield from self._over_time()
         yield from self._regret()
-        yield heading("How to make it again")
         yield from self._commands()
 
     def _times(self) -> Iterator[Part]:
@@ -358,14 +359,14 @@ class Run(Result):
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []
         if self.trace is not None:
-            file, again = self.trace.file, "again.jsonl.gz"
+            file = self.trace.file
             fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
             lines += [
-                command("replay", file, export=None if fixed else again),
+                command("replay", file, export=None if fixed else "again.jsonl.gz"),
                 command("explain", file, summary=True),
                 command("view", file, out="view.html"),
             ]
-        yield from sentences("\n".join(lines), "command")
+        yield from again("\n".join(lines))
         if "clock" in self.header:
             yield from sentences(
                 "It was run on a model that computes, by `kvcore run`: the settings above say "
@@ -395,11 +396,8 @@ class Run(Result):
         outcomes = [run.outcome for run in runs]
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(runs):
-            headers = [labels[0]]
-            for label in labels[1:]:
-                headers += [label, f"against {labels[0]}"]
             rows = run_rows(known, timed=all(run.timed for run in runs))
-            yield from table("Figures", ["", *headers], rows)
+            yield from table("Figures", ["", *against(labels)], rows)
         for name in ("TTFT", "TPOT"):
             samples = {
                 label: run.samples.get(name, [])

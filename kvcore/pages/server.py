@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers GET of `/` with a page, and nothing else.
+    """Answers GET and HEAD of `/` with a page, and nothing else.
 
     Only loopback is listened on, and only requests that name it as their host are answered: a
     page of the internet whose name was made to point here gets nothing.
@@ -39,6 +40,11 @@ class PageServer(ThreadingHTTPServer):
         self.hosts = {f"{HOST}:{port}", f"localhost:{port}"}
         self.url = f"http://{HOST}:{port}/"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that went away; report all else as errors are."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers a request; says nothing of it on stderr."""
@@ -59,7 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(self.server.page)))
             self.end_headers()
-            self.wfile.write(self.server.page)
+            if self.command != "HEAD":
+                self.wfile.write(self.server.page)
+
+    do_HEAD = do_GET  # noqa: N815 - as above
 
     def end_headers(self) -> None:
         """Add what keeps other pages from using this one. Its own policy is in the page."""

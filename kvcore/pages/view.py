@@ -24,13 +24,15 @@ def view_page(
     files: Sequence[str | os.PathLike[str]],
     *,
     window: Window = WHOLE,
+    at: int | None = None,
     progress: Progress = silent,
     notify: Callable[[str], object] = len,
 ) -> bytes:
     """Return a page that plays one trace, or two side by side.
 
-    Takes about 30 µs a line, and memory for all of the trace: some 1 kB a line. `notify` is
-    called with what of the traces is not in the page, which also says it itself.
+    Takes about 30 µs a line, and memory for all of the trace: some 1 kB a line. The page opens
+    at the time `at` (ns); None: at the eviction that cost most. `notify` is called with what of
+    the traces is not in the page, which also says it itself.
 
     Raises:
         InputError: a file cannot be opened, or has no line in the window.
@@ -56,7 +58,7 @@ def view_page(
     ]
     for notice in notices:
         notify(notice)
-    about = {"title": title, "names": names, "note": note, "notices": notices}
+    about = {"title": title, "names": names, "note": note, "notices": notices, "at": at}
     data: dict[str, object] = {"view": about}
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()

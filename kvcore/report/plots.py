@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-INCHES, CAPTION = (8.4, 4.8), 185
-"""Size of a plot, and characters of a line of its caption."""
+INCHES = 8.4, 4.8
+CAPTION: dict[str, Any] = {"width": 185, "max_lines": 10, "placeholder": " ..."}
+"""Size of a plot, and how its caption is wrapped."""
 
 POINTS, BINS = 1500, 600
 """Times at which a line is drawn, and spans of time in which requests are counted."""
@@ -385,7 +386,7 @@ class Latencies:
             raise InputError(msg) from error
         if summary["rejected"]:
             told += f", {summary['rejected']:,} rejected"
-        title = told if config is None else f"{config['workload']['name']}, {told}"
+        title = told if config is None else f"{shorten(config['workload']['name'])}, {told}"
         return cls(samples, gaps, expected, printable(title), caption)
 
 
@@ -499,7 +500,7 @@ def _framed(
     def fill_in(figure: Figure) -> None:
         draw(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        told = "\n".join(fill(printable(line), CAPTION) for line in caption.splitlines())
+        told = "\n".join(fill(printable(line), **CAPTION) for line in caption.splitlines())
         figure.supxlabel(told, x=0.01, ha="left", fontsize=5.5, color=GREY)
 
     return picture(form, fill_in, inches)
@@ -510,7 +511,7 @@ def _requests(timeline: Timeline) -> str:
     workload = timeline.header.get("workload") or {}
     rejected = len(timeline.requests.rejected)
     told = f", {rejected:,} rejected" if rejected else ""
-    name = f"{workload['name']}, " if workload else ""
+    name = f"{shorten(workload['name'])}, " if workload else ""
     return printable(f"{name}{counted(len(timeline.requests), 'request')}{told}")
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import attrs
 import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import as_path
+from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
@@ -24,6 +25,16 @@ from kvcore.workloads.files import file_digest
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace.events import Event, Header
+
+
+class _Builder(Protocol):
+    """Makes something of the events of a trace."""
+
+    def take(self, event: Any, /) -> None:
+        """Take the next event after HEADER."""
+
+
+Builder = TypeVar("Builder", bound=_Builder)
 
 LONGEST_HEADER = 1 << 20
 """Bytes of the one line in which any JSON may stand."""
@@ -75,6 +86,29 @@ class TraceReader(SealedReader["Event"]):
         self._required_names, self._count_names = events.REQUIRED_NAMES, events.count_names
         self._time = 0
         self._counts: dict[str, int] = {}
+
+    def feed(self, start: Callable[[Header], Builder], tick: Tick = unseen) -> Builder:
+        """Return what `start` makes of HEADER, after it took all events that follow.
+
+        Args:
+            start: its errors, and those of `take`, are ValueErrors.
+            tick: called with the bytes of the file that are done.
+
+        Raises:
+            TraceError: there is no HEADER, or an event contradicts what came before.
+        """
+        builder: Builder | None = None
+        for event in ticked(self, tick):
+            try:
+                if builder is None:
+                    builder = start(event)  # type: ignore[arg-type]  # `_parse` has seen to it
+                else:
+                    builder.take(event)
+            except ValueError as error:
+                self.fail(f"{event.event}: {error}")
+        if builder is None:
+            self.fail("there is no HEADER, so nothing can be told of what follows")
+        return builder
 
     def _parse(self, raw: bytes) -> Event:
         """Return the event of the next line, after every check that needs no later one."""

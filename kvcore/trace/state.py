@@ -206,7 +206,8 @@ class TracedSequence:
         resumed: whether a preempted request was admitted again.
         holes: the blocks it has dropped, as positions `[first, end)` in its table.
         freed: how many of them were private.
-        compacted: tokens that compactions have removed; `kept`, those that the last one left.
+        compacted: tokens that are gone since its last compaction, or a hole before it; `kept`,
+            those that it left.
         copies: entries of its table that a fork has copied from another sequence's.
     """
 
@@ -574,8 +575,10 @@ class CacheState:
         self.private -= freed
         seq.private = own[: len(own) - freed] + self._taken(event.new or [])
         self._unpin(seq)
+        # What it had forgotten before has no place in the new table either.
+        forgotten = sum(end - first for first, end in seq.holes) * self.layout.block_size
+        seq.compacted += event.held - event.tokens + forgotten
         seq.span, seq.holes, seq.freed = self._root, (), 0
-        seq.compacted += event.held - event.tokens
         seq.kept = event.tokens
 
     def _fork(self, event: events.Fork) -> None:
@@ -614,32 +617,23 @@ def rebuild_residency(file: str | os.PathLike[str]) -> Residency:
         TraceError: a line is damaged, or the file is cut.
     """
     reader = TraceReader(file)
-    rebuilt: _RebuiltResidency | None = None
-    for event in reader:
-        try:
-            if rebuilt is None:
-                rebuilt = _RebuiltResidency(CacheState(event))  # type: ignore[arg-type]
-            else:
-                rebuilt.record(event)
-        except ValueError as error:
-            reader.fail(f"{event.event}: {error}")
+    rebuilt = reader.feed(_RebuiltResidency)
     reader.require_complete()
-    assert rebuilt is not None  # A complete trace has a HEADER.
     return rebuilt.residency
 
 
 class _RebuiltResidency:
     """Feeds a `Residency` from the events of a trace."""
 
-    def __init__(self, state: CacheState) -> None:
-        self.residency = Residency(state.header.blocks)
-        self._state = state
+    def __init__(self, header: events.Header) -> None:
+        self.residency = Residency(header.blocks)
+        self._state = CacheState(header)
         self._stored: dict[int, int] = {}
         self._record: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}") for name in TIMED
         }
 
-    def record(self, event: events.Event) -> None:
+    def take(self, event: events.Event) -> None:
         """Record an event, and apply it to the state."""
         record = self._record.get(event.event)
         if record is not None:

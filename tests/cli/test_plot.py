@@ -189,3 +189,13 @@ def test_a_failed_run_leaves_no_plot(grid):
     (grid / "x.svg").write_text("mine")
     refused(*VERBS["compare"], "--plot", "x.svg", "--block-size", "7", cwd=grid)
     assert (grid / "x.svg").read_text() == "mine"
+
+
+@pytest.mark.parametrize("verb", [("plot", "--kind", "latency"), ("report",)])
+def test_an_empty_path_is_not_the_working_directory(verb, tmp_path):
+    """A variable that is not set names no result, even where there is one."""
+    (tmp_path / "summary.json").write_text("{}")
+    done = run_here(*verb, "", "-o", "out.svg", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "empty path" in done.stderr
+    assert not (tmp_path / "out.svg").exists()

@@ -4,18 +4,11 @@ import json
 from itertools import pairwise
 
 import pytest
-from helpers.browser import NARROW, browsing, tab
+from helpers.browser import NARROW, tab
 from helpers.commands import run_here
 from helpers.pages import data_of
 
 MARKUP = "</script><script>document.title='got it'</script><b>\"&amp;<img src=x onerror=boom()>"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser."""
-    with browsing() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

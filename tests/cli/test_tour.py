@@ -7,7 +7,7 @@ from base64 import b64decode
 from math import exp
 
 import pytest
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab
 
 from kvcore.cli.main import run
 from kvcore.plugins.manager import Plugins
@@ -33,13 +33,6 @@ def data(page):
     """Return the data that the page carries, by part."""
     packed = re.search(r'id="data-tour">([^<]+)<', page.read_text())[1]
     return json.loads(gzip.decompress(b64decode(packed)))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser for all tests of the file."""
-    with browsing() as started:
-        yield started
 
 
 def printed(capsys, *arguments):

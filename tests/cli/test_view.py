@@ -9,7 +9,7 @@ from threading import Thread
 import orjson
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab, until
 from helpers.commands import run_here
 from helpers.untrusted import poison, recovered, turned_away
 
@@ -53,13 +53,6 @@ CONTRASTS = """() => {
 
 
 @pytest.fixture(scope="module")
-def browser():
-    """Return a browser for all tests here."""
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder for traces and pages."""
     return tmp_path_factory.mktemp("view")
@@ -90,7 +83,7 @@ def page(browser, folder, served):
 
 def row_is(page, row):
     """Wait until the page shows the state after a row, and return its time in ns."""
-    page.wait_for_function(f"() => kvcore.sides[0].row === {row} && !kvcore.due")
+    until(page, f"() => kvcore.sides[0].row === {row} && !kvcore.due")
     return page.evaluate("() => kvcore.time")
 
 
@@ -112,7 +105,7 @@ def check_counts(page, trace, begin, end):
     for part in (0, 7, 3, 9, 1, 5, 2, 8, 4, 6):
         time = begin + (end - begin) * part // 9
         page.evaluate("(time) => kvcore.seek(time)", time)
-        page.wait_for_function("() => !kvcore.due")
+        until(page, "() => !kvcore.due")
         assert shown(page) == counted(trace, time), time
 
 
@@ -166,29 +159,25 @@ def test_the_keyboard_moves_the_clock(page):
     page.keyboard.press("End")
     end = row_is(page, last)
     page.keyboard.press("PageUp")
-    page.wait_for_function(
-        "(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100
-    )
+    until(page, "(time) => Math.abs(kvcore.time - time) < 2", arg=end - (end - begin) / 100)
     page.keyboard.press("Home")
     page.keyboard.press("PageDown")
-    page.wait_for_function(
-        "(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100
-    )
+    until(page, "(time) => Math.abs(kvcore.time - time) < 2", arg=begin + (end - begin) / 100)
     page.keyboard.press("Home")
     page.keyboard.press(" ")
-    page.wait_for_function("() => kvcore.playing && kvcore.time > kvcore.begin")
+    until(page, "() => kvcore.playing && kvcore.time > kvcore.begin")
     assert page.inner_text("#play") == "Pause"
     page.keyboard.press(" ")
-    page.wait_for_function("() => !kvcore.playing")
+    until(page, "() => !kvcore.playing")
 
 
 def test_the_scrubber_and_a_time_that_is_typed(page):
     """Both go to that time; what is no number changes nothing."""
     page.locator("#scrubber").fill("1000")
-    page.wait_for_function("() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
+    until(page, "() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
     page.locator("#when").fill("1.25")
     page.keyboard.press("Enter")
-    page.wait_for_function("() => kvcore.time === 1.25e9")
+    until(page, "() => kvcore.time === 1.25e9")
     page.locator("#when").fill("soon")
     page.keyboard.press("Enter")
     assert page.evaluate("() => kvcore.time") == 1.25e9
@@ -234,7 +223,7 @@ def test_no_string_of_a_trace_is_markup(browser, tmp_path, records, kept):
         page.wait_for_selector("#curves[data-drawn]")
         for step in range(12):
             page.evaluate(VISIT, [step % len(records), step])
-            page.wait_for_function("() => !kvcore.due")
+            until(page, "() => !kvcore.due")
         assert page.locator("img, iframe, main script, main style, [onerror]").count() == 0
         assert "<script>alert(1)</script>" in page.inner_text("main")
         wide, inner = page.evaluate(
@@ -333,6 +322,21 @@ def test_the_server_has_one_page(server):
     assert asked(server, "/etc/passwd")[0] == 404
     assert asked(server, "/../")[0] == 404
     assert asked(server, method="POST")[0] == 501
+    status, body, headers = asked(server, method="HEAD")
+    assert (status, body, int(headers["Content-Length"])) == (200, b"", len(server.page))
+
+
+def test_a_browser_that_goes_away_is_no_error(capfd):
+    """Nothing is printed of it; of a mistake in the server there is."""
+    with PageServer(b"page") as server:
+        for error in (ConnectionResetError(), ZeroDivisionError()):
+            try:
+                raise error
+            except type(error):
+                server.handle_error(None, ("127.0.0.1", 1))
+    told = capfd.readouterr().err
+    assert "ZeroDivisionError" in told
+    assert "ConnectionResetError" not in told
 
 
 def test_the_server_answers_its_own_name_alone(server):

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab
 from helpers.commands import run_here
 
 from kvcore.pages import view_page
@@ -61,13 +61,6 @@ def traced(tmp_path_factory):
     done = run_here(*SERVER, "--trace", path)
     assert done.returncode == 0, done.stderr
     return path
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser for all tests here."""
-    with browsing() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

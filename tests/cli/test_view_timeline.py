@@ -4,7 +4,7 @@ import re
 
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab, until
 
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
@@ -41,13 +41,6 @@ CURVES = """() => {
 }"""
 
 GAUGES = {"cached": "cached", "private": "private", "waiting": "waiting", "running": "running"}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser for all tests here."""
-    with browsing() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +151,8 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
         name = timeline.requests.ids[row]
         page.fill("#request", str(name))
         page.keyboard.press("Tab")
-        page.wait_for_function(
+        until(
+            page,
             "start => document.querySelector('#why-0')?.textContent.startsWith(start)",
             arg=f"Request {name} ",
         )
@@ -187,7 +181,7 @@ def test_ids_and_times_in_the_reasons_can_be_pressed(page):
     seconds = page.evaluate("kvcore.time / 1e9")
     assert seconds == pytest.approx(float(told.split()[0]), abs=0.001)
     names.last.click()
-    page.wait_for_function("id => document.querySelector('#request').value === id", arg=other)
+    until(page, "id => document.querySelector('#request').value === id", arg=other)
 
 
 def test_events_are_told_in_words(page, overloaded):
@@ -238,15 +232,16 @@ def test_keys_and_clicks_on_the_timeline(page):
     width = page.evaluate("kvcore.timelineWindow.width")
     page.keyboard.press("+")
     assert page.evaluate("kvcore.timelineWindow.width") == pytest.approx(width / 2)
-    page.wait_for_function("kvcore.panels.find((each) => each.window).shown.length > 1")
+    until(page, "() => kvcore.panels.find((each) => each.window).shown.length > 1")
     page.keyboard.press("ArrowDown")
     first = page.evaluate("kvcore.pointed.request")
     page.keyboard.press("ArrowDown")
     assert page.evaluate("kvcore.pointed.request") != first
     page.keyboard.press("Enter")
     assert page.evaluate("kvcore.chosen.request") == page.evaluate("kvcore.pointed.request")
-    page.wait_for_function(
-        "document.querySelector('#timeline-note-0').textContent.startsWith('Request ')"
+    until(
+        page,
+        "() => document.querySelector('#timeline-note-0').textContent.startsWith('Request ')",
     )
     shown = page.evaluate("""() => {
       const panel = kvcore.panels.find((each) => each.window);
@@ -269,10 +264,8 @@ def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, sche
             name: f"{bad}{value}" if name in ("id", "request", "for") else value
             for name, value in line.items()
         }
-        events.append(changed)
+        events.append(changed | ({"by": bad} if "by" in line else {}))
     events[0]["plugins"]["eviction"]["name"] = bad
-    for line in events:
-        line |= {"by": bad} if "by" in line else {}
     files = [
         traces.seal(tmp_path / name, events) for name in ("a<b>.jsonl", f"{'c' * 200}.jsonl")
     ]

@@ -1,15 +1,10 @@
-"""A real Chromium, without a screen; as a program: installs one where there is none."""
+"""A real Chromium, without a screen."""
 
-import os
-import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+from helpers.programs import required
 
 SWITCHES = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -18,32 +13,6 @@ SWITCHES = (
 
 WIDE, NARROW = (1280, 900), (390, 844)
 """A window of a laptop and of a phone, in CSS pixels."""
-
-
-def program():
-    """Return the path of a browser; None if there is none."""
-    return next(filter(None, map(shutil.which, PROGRAMS)), None)
-
-
-def install():
-    """Install Debian's package if that is needed and possible; say what was done."""
-    found = program()
-    if found:
-        return f"there is {found}"
-    if not shutil.which("apt-get") or os.geteuid():
-        return f"there is none of {', '.join(PROGRAMS)}: to install one takes apt-get and root"
-    print("installing chromium from Debian's packages", flush=True)  # noqa: T201
-    quiet = {"check": True, "stdout": subprocess.DEVNULL, "timeout": 600}
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        for command in (
-            ["apt-get", "update", "-qq"],
-            ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "chromium"],
-        ):
-            subprocess.run(command, env=environment, **quiet)  # noqa: PLW1510 - in `quiet`
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"it cannot be installed: {error}"
-    return f"installed {program()}"
 
 
 class Tab:
@@ -79,14 +48,22 @@ class Tab:
         return self.page
 
 
+def until(page, condition, arg=None):
+    """Wait until a condition of a page holds, looked at before each frame.
+
+    That of playwright evaluates text in the page, which the policy of a page forbids.
+    """
+    look = f"const look = () => (({condition})(arg) ? done() : requestAnimationFrame(look))"
+    page.evaluate(f"(arg) => new Promise((done) => {{ {look}; look(); }})", arg)
+
+
 @contextmanager
 def browsing():
     """Run a browser as long as the body takes; skip the test if there is none."""
-    if program() is None:
-        pytest.skip(f"none of {', '.join(PROGRAMS)} is installed")
+    program = required("chromium")
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program(), args=list(SWITCHES))
+        browser = playwright.chromium.launch(executable_path=program, args=list(SWITCHES))
         try:
             yield browser
         finally:
@@ -104,7 +81,3 @@ def tab(browser, size=WIDE, *, scheme="light"):
         yield Tab(context.new_page())
     finally:
         context.close()
-
-
-if __name__ == "__main__":
-    print(f"{Path(__file__).name}: {install()}", file=sys.stderr)  # noqa: T201

@@ -1,46 +1,17 @@
-"""A real Redis or Valkey server on loopback; as a program: installs one where there is none."""
+"""A real Redis or Valkey server on loopback."""
 
-import os
-import shutil
 import socket
 import socketserver
 import subprocess
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
 
 import pytest
+from helpers.programs import required
 
-PROGRAMS = ("redis-server", "valkey-server")
 START_S = 20
-
-
-def program():
-    """Return the path of a server's program; None if there is none."""
-    return next(filter(None, map(shutil.which, PROGRAMS)), None)
-
-
-def install():
-    """Install Debian's package if that is needed and possible; say what was done."""
-    found = program()
-    if found:
-        return f"there is {found}"
-    if not shutil.which("apt-get") or os.geteuid():
-        return f"there is none of {', '.join(PROGRAMS)}: to install one takes apt-get and root"
-    print("installing redis-server from Debian's packages", flush=True)  # noqa: T201
-    quiet = {"check": True, "stdout": subprocess.DEVNULL, "timeout": 300}
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        for command in (
-            ["apt-get", "update", "-qq"],
-            ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "redis-server"],
-        ):
-            subprocess.run(command, env=environment, **quiet)  # noqa: PLW1510 - in `quiet`
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"it cannot be installed: {error}"
-    return f"installed {program()}"
 
 
 class Server:
@@ -52,7 +23,8 @@ class Server:
     """
 
     def __init__(self, folder):
-        """Choose the port."""
+        """Choose the port; skip the test if there is no program."""
+        self._program = required("redis-server")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -63,7 +35,7 @@ class Server:
     def start(self, **config):
         """Start it; wait until it answers."""
         options = {"port": self.port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
-        command = [program()]
+        command = [self._program]
         for name, value in (options | config).items():
             command += [f"--{name}", str(value)]
         with (Path(self._folder) / "log").open("a") as log:
@@ -88,8 +60,6 @@ class Server:
 @contextmanager
 def running(**config):
     """Run a server as long as the body takes; skip the test if there is none."""
-    if program() is None:
-        pytest.skip(f"none of {', '.join(PROGRAMS)} is installed")
     with TemporaryDirectory() as folder:
         server = Server(folder)
         try:
@@ -131,7 +101,3 @@ def answering(answer, *, greets=True):
         finally:
             server.shutdown()
             thread.join()
-
-
-if __name__ == "__main__":
-    print(f"{Path(__file__).name}: {install()}", file=sys.stderr)  # noqa: T201

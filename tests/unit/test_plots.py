@@ -7,6 +7,7 @@ import sys
 from xml.dom.minidom import parseString
 
 import attrs
+import orjson
 import pytest
 from helpers import traces
 
@@ -150,6 +151,15 @@ def test_texts_of_a_trace_are_drawn_as_they_are(name, tmp_path):
     assert "\x1b" not in svg
     assert "\u202e" not in svg
     assert parseString(svg).documentElement.tagName == "svg"  # noqa: S318 - ours
+
+
+def test_long_names_leave_room_for_the_plot(served):
+    """The title has a part of a name that is too long for it, the caption some lines."""
+    header = orjson.loads(orjson.dumps(served.header))
+    header["workload"] = {"name": 500 * "L", "options": {"path": 5000 * "x"}}
+    found = drawn(plots.occupancy, attrs.evolve(served, header=header))
+    assert f"Pool of {57 * 'L'}..., 4 requests, 1 rejected" in found
+    assert sum(len(text) > 100 for text in found) < 12
 
 
 def test_no_clock_no_timeline_and_no_latency(tmp_path):

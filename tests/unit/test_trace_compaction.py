@@ -8,6 +8,7 @@ from kvcore.trace import check_trace, read_events
 from kvcore.trace.check import TraceChecker
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_plugins.retention import Window
 
 
 @pytest.fixture
@@ -156,6 +157,28 @@ def test_a_rollback_stops_at_what_a_compaction_left(tmp_path):
     assert (events[-2]["event"], events[-2]["first"]) == ("FREE", 2)
     events[-2] |= {"first": 1, "runs": [[4, -2]]}
     assert told(path, events) == "blocks 2 to 3 can be rolled back"
+
+
+def test_what_was_forgotten_before_is_gone_too(tmp_path):
+    """A window drops two blocks of four, a compaction one: three of the text are gone."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(
+            8,
+            BLOCK,
+            eviction=LRU(),
+            prefix=Radix(),
+            retention=Window(tokens=2 * BLOCK),
+            trace=trace,
+        )
+        seq = cache.open(ask("a", "abcd"))
+        cache.commit(seq, 4 * BLOCK)
+        cache.compact(seq, BLOCK)
+        gone = seq.compacted
+        cache.close(seq)
+    closed = next(event for event in read_events(path) if getattr(event, "compacted", 0))
+    assert (gone, closed.compacted) == (3 * BLOCK, 3 * BLOCK)
+    assert check_trace(path).complete
 
 
 def test_what_a_fork_has_too_is_not_freed(tmp_path):

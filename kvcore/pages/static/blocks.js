@@ -30,6 +30,11 @@ class Holder {
     Object.assign(this, { request, start, ids, span, seq });
   }
 
+  /** The span or the sequence. */
+  get owner() {
+    return this.span ?? this.seq;
+  }
+
   /** How many sequences use it. */
   get uses() {
     return this.span ? this.span.pins : 1;
@@ -644,6 +649,41 @@ const blockCard = {
     if (blockCard.root) blockCard.root.hidden = true;
   },
 };
+
+/** A panel of one side whose canvas shows blocks: what the pointer or the keyboard is at has a card. */
+class BlockPanel {
+  constructor(app, side, { name, kind, keys }) {
+    Object.assign(this, { app, side, keys, pointer: null, colouring: Colouring.of(app) });
+    this.name = app.sides.length > 1 ? `${name} of ${side.name}` : name;
+    this.canvas = element("canvas", { tabindex: 0, role: "img", class: kind });
+    this.note = element("p", { class: "soft note" });
+    this._listen();
+  }
+
+  /** Listen to pointer and keys. A panel has `_move(event)`, `_step(key)` for its `keys`, and `_choose()`. */
+  _listen() {
+    const { canvas } = this;
+    for (const name of ["pointermove", "pointerdown"]) canvas.addEventListener(name, (event) => this._move(event));
+    for (const name of ["pointerleave", "blur"]) canvas.addEventListener(name, () => this._leave());
+    canvas.addEventListener("focus", () => { if (canvas.matches(":focus-visible")) this._step(null); });
+    canvas.addEventListener("click", () => { if (this.pointer) this._choose(); });
+    canvas.addEventListener("keydown", (event) => {
+      if (this.keys.test(event.key)) this._step(event.key);
+      else if (event.key === "Enter") canvas.click();
+      else if (event.key === "Escape") this._leave();
+      else return;
+      event.preventDefault();
+      event.stopPropagation(); // arrows are also the clock's
+    });
+  }
+
+  _leave() {
+    if (!this.pointer) return;
+    this.pointer = null;
+    blockCard.hide();
+    this.app.point(null);
+  }
+}
 
 /** Fit a canvas to its width on the page and a height, as many pixels as the screen has; return its context. */
 function fitCanvas(canvas, height) {

@@ -1,1 +1,168 @@
 // Where the evictions of two traces differ, and what each cache has that the other lacks.
+
+/** The evictions of a side that differ, with sums, so that counts up to any row are O(log). */
+class Marks {
+  constructor(side) {
+    const rows = side.evictions;
+    this.side = side;
+    this.all = rows;
+    this.rows = rows.filter((row) => side.differs(row));
+    const sums = (each, blocks) => {
+      let sum = 0;
+      return each.map((row) => (sum += blocks(row)));
+    };
+    this.evicted = sums(rows, (row) => side.playback.blocksOf(row));
+    this.differing = sums(this.rows, (row) => side.differs(row));
+  }
+
+  /** Return how many blocks were evicted up to `row`, and how many of them differ. */
+  upTo(row) {
+    const count = (rows, sums) => sums[firstIndex(rows.length, (each) => rows[each] > row) - 1] ?? 0;
+    return { evicted: count(this.all, this.evicted), differing: count(this.rows, this.differing) };
+  }
+}
+
+/** Return how many blocks two caches hold both, by content. O(spans). */
+function heldByBoth(left, right) {
+  const ends = right.held(right);
+  let both = 0;
+  for (const [owner, end] of left.held(right)) {
+    both += Math.max(0, Math.min(end, ends.get(owner) ?? 0) - right.playback.requests.shared[owner]);
+  }
+  return both;
+}
+
+/** Two traces against each other: figures, and a band of the evictions that differ. */
+class DifferencesPanel {
+  constructor(app) {
+    this.app = app;
+    this.marks = app.sides.map((side) => new Marks(side));
+    this.canvas = element("canvas", { id: "differences", role: "img", height: DifferencesPanel.HEIGHT });
+    this.canvas.addEventListener("click", (event) => {
+      app.play(false);
+      app.seek(app.begin + ((app.end - app.begin) * event.offsetX) / this.canvas.clientWidth);
+    });
+    const button = (label, title, id, way) =>
+      element("button", { type: "button", title, id, onclick: () => this.go(way) }, label);
+    this.text = element("p", { id: "differences-text" });
+    this.cells = app.sides.map(() => DifferencesPanel.FIGURES.map(() => element("td", { class: "number" })));
+    this.root = element(
+      "section", { class: "panel", "aria-label": "Differences" },
+      element("header", {}, element("h2", {}, "Differences"),
+        button("◂ Difference", "The eviction before that differs (D)", "difference-before", -1),
+        button("Difference ▸", "The next eviction that differs (d)", "difference-next", 1)),
+      app.about.note ? element("p", { class: "notice" }, app.about.note) : null,
+      this.canvas, element("div", { class: "legend" },
+        app.sides.map((side, number) => element("span", {}, element("i", { class: DifferencesPanel.FILLS[number] }),
+          `${number ? "below" : "above"}: blocks that ${side.name} evicts, and the other not for the same request`))),
+      this.text,
+      element("div", { class: "scroll" }, element("table", { id: "figures" },
+        element("thead", {}, element("tr", {}, ["", ...DifferencesPanel.FIGURES].map((name) =>
+          element("th", { scope: "col", class: name && "number" }, name)))),
+        element("tbody", {}, app.sides.map((side, number) =>
+          element("tr", {}, element("th", { scope: "row" }, side.name), this.cells[number]))))),
+    );
+    document.addEventListener("keydown", (event) => {
+      if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.key === "d") this.go(1);
+      if (event.key === "D") this.go(-1);
+    });
+  }
+
+  /** Go to the next (1) or the last (-1) eviction that differs, of whichever side it is. */
+  go(way) {
+    const { app } = this;
+    app.play(false);
+    let best = null;
+    for (const { side, rows } of this.marks) {
+      const after = firstIndex(rows.length, (each) => rows[each] > side.row);
+      const row = way > 0 ? rows[after] : rows[rows[after - 1] === side.row ? after - 2 : after - 1];
+      if (row === undefined) continue;
+      if (!best || way * app.order(side, row, best.side, best.row) < 0) best = { side, row };
+    }
+    if (best) app.seekRow(best.side, best.row);
+  }
+
+  draw() {
+    const { app, marks } = this;
+    this._band();
+    if (app.playing && performance.now() - (this.drawn ?? -Infinity) < 250) return;
+    this.drawn = performance.now();
+    const both = app.about.note && !marks.some(({ rows }) => rows.length) ? null : heldByBoth(...app.sides);
+    const ratios = app.sides.map(({ cache }) => (cache.lookups ? cache.hits / cache.lookups : 0));
+    const totals = app.sides.map(({ contents: { totals: { hits, lookups } } }) => (lookups ? hits / lookups : 0));
+    app.sides.forEach((side, number) => {
+      const { evicted, differing } = marks[number].upTo(side.row);
+      const values = [
+        format.share(totals[number]), format.count(evicted), format.count(differing),
+        both == null ? "" : format.count(side.cache.cached - both),
+      ];
+      values.forEach((value, column) => { this.cells[number][column].textContent = value; });
+    });
+    this.text.textContent = this._sentence(ratios, totals, both);
+  }
+
+  /** Return what the figures say. */
+  _sentence(ratios, totals, both) {
+    const { app, marks } = this;
+    const [left, right] = app.sides;
+    const first = marks.map(({ side, rows }) => (rows.length ? side.playback.times[rows[0]] : Infinity));
+    if (Math.min(...first) === Infinity) return app.about.note ? "" : "Both evict the same blocks for the same requests.";
+    const ahead = (values) => {
+      const [name, points] = values[1] >= values[0] ? [right.name, values[1] - values[0]] : [left.name, values[0] - values[1]];
+      return `${name} is ${(100 * points).toFixed(1)} points of the hit ratio ahead`;
+    };
+    const kept = right.cache.cached - both;
+    const start = Math.min(...first);
+    return app.time < start
+      ? `Both have done the same until now; their evictions part at ${format.moment(start)}.`
+      : `Both evicted the same until ${format.moment(start)}. Now ${ahead(ratios)}, and at the end ${ahead(totals)}. ` +
+        `${right.name} has ${format.counted(kept, "block")} cached that ${left.name} has not, and ${format.count(both)} are in both.`;
+  }
+
+  /** Draw the band: by pixel, how many blocks differ, left above and right below the line. */
+  _band() {
+    const { app, canvas } = this;
+    const width = canvas.clientWidth;
+    if (!width) return;
+    const scale = devicePixelRatio;
+    const key = `${width} ${scale}`;
+    if (key !== this.key) {
+      this.key = key;
+      canvas.width = width * scale;
+      canvas.height = DifferencesPanel.HEIGHT * scale;
+      this.columns = this.marks.map(({ side, rows }) => {
+        const column = new Float64Array(width);
+        for (const row of rows) {
+          const part = (side.playback.times[row] - app.begin) / Math.max(1, app.end - app.begin);
+          column[Math.min(width - 1, Math.floor(width * part))] += side.differs(row);
+        }
+        return column;
+      });
+      this.most = Math.max(1, ...this.columns.map((column) => column.reduce((most, each) => Math.max(most, each), 0)));
+    }
+    const context = canvas.getContext("2d");
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, DifferencesPanel.HEIGHT);
+    const middle = DifferencesPanel.HEIGHT / 2;
+    this.columns.forEach((column, number) => {
+      context.fillStyle = theme.colour(DifferencesPanel.COLOURS[number]);
+      column.forEach((blocks, x) => {
+        if (!blocks) return;
+        const height = 2 + (middle - 3) * Math.sqrt(blocks / this.most); // so that one block is seen
+        context.fillRect(x, number ? middle + 0.5 : middle - 0.5 - height, 1, height);
+      });
+    });
+    context.fillStyle = theme.colour("line");
+    context.fillRect(0, middle - 0.5, width, 1);
+    context.fillStyle = theme.colour("ink");
+    context.fillRect(((width - 2) * (app.time - app.begin)) / Math.max(1, app.end - app.begin), 0, 2, DifferencesPanel.HEIGHT);
+    canvas.setAttribute("aria-label", this.marks.map(({ side, rows, all }) =>
+      `${side.name}: ${format.count(rows.length)} of ${format.counted(all.length, "eviction")} differ`).join("; "));
+  }
+}
+DifferencesPanel.shared = true;
+DifferencesPanel.HEIGHT = 44;
+DifferencesPanel.COLOURS = ["orange", "blue"];
+DifferencesPanel.FILLS = ["fill-orange", "fill-blue"];
+DifferencesPanel.FIGURES = ["hit ratio in the end", "blocks evicted so far", "differing", "cached only here"];

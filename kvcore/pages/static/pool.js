@@ -13,10 +13,10 @@ function fitCells(blocks, width, most) {
 }
 
 /** The pool as a map of its blocks. */
-class PoolPanel {
+class PoolPanel extends BlockPanel {
   constructor(app, side) {
-    Object.assign(this, { app, side, cursor: 0, pointer: null });
-    this.colouring = Colouring.of(app);
+    super(app, side, { name: "Pool", kind: "blocks", keys: /^(Arrow|Home|End)/ });
+    this.cursor = 0;
     const select = (label, names, name) =>
       element("select", {
         "aria-label": label,
@@ -35,51 +35,27 @@ class PoolPanel {
         app.changed();
       },
     });
-    this.canvas = element("canvas", { tabindex: 0, role: "img", class: "blocks" });
     this.legend = new BlockLegend();
-    this.note = element("p", { class: "soft note" });
     this.tiers = (side.playback.header.tiers ?? []).map(({ tier, slots }) => new TierBar(tier, slots));
-    const name = app.sides.length > 1 ? `Pool of ${side.name}` : "Pool";
-    this.root = element("section", { class: "panel pool", "aria-label": name },
-      element("header", {}, element("h2", {}, name), element("label", {}, "colour ", this.mode), element("label", {}, this.order),
+    this.root = element("section", { class: "panel pool", "aria-label": this.name },
+      element("header", {}, element("h2", {}, this.name), element("label", {}, "colour ", this.mode), element("label", {}, this.order),
         app.sides.length > 1 ? element("label", {}, this.outlines, " outline what is only here") : null),
       this.canvas, this.legend.root, this.note, this.tiers.map((tier) => tier.root));
-    this._listen();
   }
 
-  _listen() {
-    const { canvas, app } = this;
-    const move = (event) => {
-      const { left, top } = canvas.getBoundingClientRect();
-      const { size, columns, cells } = this.grid;
-      const column = Math.floor((event.clientX - left) / size);
-      const cell = Math.floor((event.clientY - top) / size) * columns + column;
-      if (column >= columns || cell >= cells) this._leave();
-      else this._enter(cell, event.clientX, event.clientY);
-    };
-    canvas.addEventListener("pointermove", move);
-    canvas.addEventListener("pointerdown", move);
-    canvas.addEventListener("pointerleave", () => this._leave());
-    canvas.addEventListener("blur", () => this._leave());
-    canvas.addEventListener("focus", () => { if (canvas.matches(":focus-visible")) this._step(0); });
-    canvas.addEventListener("click", () => this._choose());
-    canvas.addEventListener("keydown", (event) => {
-      const { columns, cells } = this.grid;
-      const steps = {
-        ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -cells, End: cells,
-      };
-      if (event.key in steps) this._step(steps[event.key]);
-      else if (event.key === "Enter") this._choose();
-      else if (event.key === "Escape") this._leave();
-      else return;
-      event.preventDefault();
-      event.stopPropagation(); // arrows are also the clock's
-    });
-  }
-
-  /** Move the cursor of the keyboard by some cells. */
-  _step(by) {
+  _move(event) {
+    const { left, top } = this.canvas.getBoundingClientRect();
     const { size, columns, cells } = this.grid;
+    const column = Math.floor((event.clientX - left) / size);
+    const cell = Math.floor((event.clientY - top) / size) * columns + column;
+    if (column >= columns || cell >= cells) this._leave();
+    else this._enter(cell, event.clientX, event.clientY);
+  }
+
+  /** Move the cursor of the keyboard. */
+  _step(key) {
+    const { size, columns, cells } = this.grid;
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -cells, End: cells }[key] ?? 0;
     this.cursor = Math.max(0, Math.min(cells - 1, this.cursor + by));
     const { left, top } = this.canvas.getBoundingClientRect();
     const [column, row] = [this.cursor % columns, Math.floor(this.cursor / columns)];
@@ -99,15 +75,7 @@ class PoolPanel {
     this._card();
   }
 
-  _leave() {
-    if (!this.pointer) return;
-    this.pointer = null;
-    blockCard.hide();
-    this.app.point(null);
-  }
-
   _choose() {
-    if (!this.pointer) return;
     const { request } = this.life(this._block(this.pointer.cell));
     this.app.choose(request < 0 ? null : { side: this.side, request });
   }
@@ -117,20 +85,25 @@ class PoolPanel {
     return new Life(this.app, this.side, id);
   }
 
-  /** Return the blocks of a cell. */
-  _blocks(cell) {
+  /** All blocks, in the order in which they are shown. */
+  get _order() {
+    return this.colouring.holdings(this.side).order(this.colouring.order);
+  }
+
+  /** Return the blocks of a cell, and how many of them each class has, that with most first. */
+  _inside(cell) {
     const { each } = this.grid;
-    return this.colouring.holdings(this.side).order(this.colouring.order).subarray(cell * each, (cell + 1) * each);
+    const { of } = this.colouring.view(this.side);
+    const blocks = this._order.subarray(cell * each, (cell + 1) * each);
+    const counts = new Map();
+    for (const id of blocks) counts.set(of[id], (counts.get(of[id]) ?? 0) + 1);
+    return { blocks, of, counts: [...counts].sort((one, two) => two[1] - one[1]) };
   }
 
   /** Return the block that stands for a cell: the first of the class that most of it has. */
   _block(cell) {
-    const { of } = this.colouring.view(this.side);
-    const blocks = this._blocks(cell);
-    const counts = new Map();
-    for (const id of blocks) counts.set(of[id], (counts.get(of[id]) ?? 0) + 1);
-    const [most] = [...counts].reduce((best, each) => (each[1] > best[1] ? each : best));
-    return blocks.find((id) => of[id] === most);
+    const { blocks, of, counts } = this._inside(cell);
+    return blocks.find((id) => of[id] === counts[0][0]);
   }
 
   _card() {
@@ -141,12 +114,10 @@ class PoolPanel {
 
   /** Return what is in a cell of several blocks, as a list of none or one sentence. */
   _mixture(cell) {
-    const blocks = this._blocks(cell);
     if (this.grid.each === 1) return [];
-    const { of, classes } = this.colouring.view(this.side);
-    const counts = new Map();
-    for (const id of blocks) counts.set(of[id], (counts.get(of[id]) ?? 0) + 1);
-    const parts = [...counts].sort((one, two) => two[1] - one[1]).map(([kind, count]) => `${classes[kind].label}: ${count}`);
+    const { blocks, counts } = this._inside(cell);
+    const { classes } = this.colouring.view(this.side);
+    const parts = counts.map(([kind, count]) => `${classes[kind].label}: ${count}`);
     return [`${format.counted(blocks.length, "block")}: ${parts.join("; ")}. One of them:`];
   }
 
@@ -180,7 +151,7 @@ class PoolPanel {
 
   _cells(context, view, lit) {
     const { size, inner, x, y } = this._places();
-    const order = this.colouring.holdings(this.side).order(this.colouring.order);
+    const order = this._order;
     const faint = theme.colour("line");
     const ground = theme.colour("ground");
     // A class at a time, since to change colours takes longer than to fill a cell.
@@ -215,7 +186,7 @@ class PoolPanel {
   /** Cells of several blocks: in each, the classes from above, as much as they have. */
   _mixed(context, view, lit) {
     const { each, inner, x, y } = this._places();
-    const order = this.colouring.holdings(this.side).order(this.colouring.order);
+    const order = this._order;
     const counts = new Uint32Array(view.classes.length);
     const colours = view.classes.map(({ colour }) => colour ?? theme.colour("faint"));
     for (let cell = 0; cell < this.grid.cells; cell++) {
@@ -242,7 +213,7 @@ class PoolPanel {
   /** Outline cells of which at least half of the blocks have the flag. */
   _outline(context, flags) {
     const { each, inner, x, y } = this._places();
-    const order = this.colouring.holdings(this.side).order(this.colouring.order);
+    const order = this._order;
     context.strokeStyle = theme.colour("ink");
     context.lineWidth = 1;
     for (let cell = 0; cell < this.grid.cells; cell++) {
@@ -259,8 +230,7 @@ class PoolPanel {
     const { pointed } = this.app;
     let cell = this.pointer?.cell ?? -1;
     if (cell < 0 && pointed?.side === this.side && pointed.block >= 0) {
-      const order = this.colouring.holdings(this.side).order(this.colouring.order);
-      cell = Math.floor(order.indexOf(pointed.block) / this.grid.each);
+      cell = Math.floor(this._order.indexOf(pointed.block) / this.grid.each);
     }
     if (cell < 0) return;
     const { size, x, y } = this._places();

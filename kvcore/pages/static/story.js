@@ -9,25 +9,40 @@ class Costs {
     const { playback, contents } = side;
     this.side = side;
     this.sums = { evicted: 0, dead: 0, hit: 0, capacity: 0, policy: 0 };
-    const rows = [];
-    const lost = [];
-    for (let row = 0; row < playback.length; row++) {
-      if (playback.columns.kind[row] !== playback.kinds.EVICT) continue;
+    this.rows = side.evictions;
+    this.lost = this.rows.map((row) => {
       let policy = 0;
       for (const part of this.parts(row)) {
         for (const name of ["dead", "hit", "capacity", "policy"]) this.sums[name] += part[name];
         policy += part.policy;
         this.sums.evicted += part.end - part.first;
       }
-      rows.push(row);
-      lost.push(policy);
-    }
-    this.rows = rows;
-    this.lost = lost; // blocks of each that the optimum would have hit
+      return policy;
+    }); // blocks of each that the optimum would have hit
+    const best = this.lost.reduce((most, lost, at) => (lost > (this.lost[most] ?? 0) ? at : most), -1);
+    this.costliest = this.rows[best] ?? -1;
+    this.most = this.lost[best] ?? 0;
+    this.idle = this._idle();
     const { hits, lookups } = contents.totals;
     const ofOptimum = contents.order.reduce((sum, request) => sum + playback.requests.optimum[request], 0);
     this.ratio = lookups ? hits / lookups : null;
     this.optimum = lookups ? ofOptimum / lookups : null;
+  }
+
+  /** Return the share of what was cached, by time, that waited for nobody until it was evicted. O(rows). */
+  _idle() {
+    const { times, columns, kinds, words } = this.side.playback;
+    const { kind, c, d, age } = columns;
+    const kept = ["new", "grown"].map((how) => words.committed.indexOf(how));
+    let [cached, all, idle] = [0, 0, 0]; // the last two in ns of a block
+    for (let row = 0; row < times.length; row++) {
+      if (row) all += cached * (times[row] - times[row - 1]);
+      if (kind[row] === kinds.COMMIT && kept.includes(d[row])) cached += c[row];
+      if (kind[row] !== kinds.EVICT) continue;
+      cached -= this.side.playback.blocksOf(row);
+      for (const { dead } of this.parts(row)) idle += dead * age[row];
+    }
+    return all ? idle / all : 0;
   }
 
   /** Yield the blocks that the EVICT at `row` took, in pieces: positions, next request, and how many are what. */
@@ -65,13 +80,6 @@ class Costs {
     return found.filter((number) => number >= 0).map((number) => this.rows[number]);
   }
 
-  /** Return the EVICT row that cost most of all; -1: none cost anything. */
-  get costliest() {
-    let best = -1;
-    this.lost.forEach((lost, number) => { if (lost > (this.lost[best] ?? 0)) best = number; });
-    return best < 0 ? -1 : this.rows[best];
-  }
-
   /** Return the least time (ns) to compute the blocks `[first, end)` of a prompt. */
   prefill(first, end) {
     const { header, about } = this.side.playback;
@@ -85,6 +93,9 @@ class Costs {
     return NS.s * (about.prefill.token * (upto - from) + attention);
   }
 }
+
+/** Return whether a span can be evicted now: no sequence holds it, and it ends a prompt. */
+const isEvictable = (span) => !span.pins && !span.children.size;
 
 /** What is in the pool now by what becomes of it: nobody wants it again, the optimum has it too, or it has not. */
 function outlook(side) {
@@ -143,7 +154,8 @@ class StoryPanel {
       told.push(
         `${policy} evicted ${format.counted(sums.evicted, "block")}. Later requests asked again for ${format.share(again)} of them: ` +
         `${format.count(sums.policy)} missed although the optimum would have had them, ` +
-        `${format.count(sums.capacity)} that the optimum would not have had either.`);
+        `${format.count(sums.capacity)} that the optimum would not have had either. On average at least ${format.share(costs.idle)} of what was ` +
+        "cached waited for nobody: no request asked for it again before it was evicted.");
     } else told.push(`${policy} evicted nothing.`);
     return told.map((text) => element("p", {}, text));
   }
@@ -165,11 +177,10 @@ class StoryPanel {
         `${format.counted(blocks, "block")} of request ${this.id(side.playback.columns.d[row])}; request ${this.id(first.next)} wanted ` +
         `${first.missed === blocks ? "them" : `${format.count(first.missed)} of them`} ${this._later(row, first.next)}`));
     });
-    return [
-      element("h3", {}, "Costliest evictions"),
+    return element("details", { open: innerWidth >= StoryPanel.ROOMY },
+      element("summary", {}, "Costliest evictions"),
       element("p", { class: "soft" }, "The worst of each tenth of the run. Press a time to go there."),
-      element("ol", { class: "worst" }, items),
-    ];
+      element("ol", { class: "worst" }, items));
   }
 
   /** Return what an EVICT took, and who missed it: most by the optimum's measure first. */
@@ -229,74 +240,86 @@ class StoryPanel {
 
   /** Return paragraphs about the EVICT at `row`, and the pool after it. */
   _told(row, state) {
-    const { side, policy } = this;
-    const { playback, cache } = side;
+    this.now.classList.remove("lost");
     if (row < 0) return [element("p", {}, "Nothing has been evicted yet.")];
-    const { request, c, d } = playback.columns;
-    const { blocks, sums, users, first } = this._eviction(row);
-    const exact = row === side.row;
-    const size = playback.header.block_size;
-    const idle = format.duration(playback.columns.age[row]);
-    const told = [];
-    const which = exact ? "" : "The last eviction before this time: ";
-    told.push(c[row]
-      ? `${which}at ${format.moment(playback.times[row])} ${format.counted(blocks, "block")} of request ${this.id(d[row])} had expired ` +
-        `and left, ${idle} after they were stored or hit last.`
-      : `${which}at ${format.moment(playback.times[row])} ${policy} evicted ${format.counted(blocks, "block")} of request ${this.id(d[row])} ` +
-        `to make room for request ${this.id(request[row])}. They had been stored or hit last ${idle} before.${exact ? this._rank(row, cache) : ""}`);
-    if (!users.length) {
-      told.push(sums.hit
-        ? "When they were asked for again, they had been computed already: this eviction cost nothing."
-        : "No later request asked for them: this eviction cost nothing.");
-      return told.map((text) => element("p", {}, text));
+    const { sums, users } = this._eviction(row);
+    const exact = row === this.side.row;
+    const told = [[exact ? "Evicted" : "Evicted last", this._happened(row, exact)]];
+    if (users.length) told.push(["Wanted again", this._wanted(row)]);
+    if (sums.policy) {
+      told.push(["The optimum", this._kept(row, exact && state)]);
+      this.now.classList.add("lost");
+    } else {
+      told.push(["The optimum", users.length
+        ? "It would not have had them then either: the pool was too small for what was wanted sooner."
+        : sums.hit
+          ? "When they were asked for again, they had been computed already: this eviction cost nothing."
+          : "No later request asked for them: this eviction cost nothing."]);
+      if (!users.length) told.at(-1)[0] = "Not missed";
     }
-    const tokens = format.count(first.missed * size);
-    const others = users.length > 1 ? ` So did ${format.counted(users.length - 1, "other request")} with other blocks of it.` : "";
-    const computed = playback.header.tiers?.length ? "missed them in the pool" : "had to compute them again";
-    told.push(
-      `Request ${this.id(first.next)} wanted ${first.missed === blocks ? "them" : `${format.count(first.missed)} of them`} ` +
-      `${this._later(row, first.next)}, and ${computed}: ${tokens} tokens, at least ${format.duration(first.prefill)} of prefill ` +
-      `(${playback.about.prefill.model} on ${playback.about.prefill.device}).${others}`);
-    if (!sums.policy) {
-      told.push("The optimum would not have had them then either: the pool was too small for what was wanted sooner.");
-      return told.map((text) => element("p", {}, text));
-    }
-    const kept = sums.policy === blocks ? "them" : `${format.count(sums.policy)} of them`;
-    told.push(`The optimum knew that they would be asked for, and kept ${kept}.${exact ? this._instead(row, state) : ""}`);
-    const other = exact ? this._otherSide(row) : null;
+    const other = this._otherSide(row);
     if (other) told.push(other);
-    return told.map((text, number) => element("p", { class: number === 2 && "verdict" }, text));
+    return told.map(([what, text]) => element("p", {}, element("b", {}, `${what}. `), text));
   }
 
-  /** Return the sentence about how much longer other blocks had been unused. */
-  _rank(row, cache) {
+  _happened(row, exact) {
+    const { side, policy } = this;
+    const { playback } = side;
+    const { request, c, d, age } = playback.columns;
+    const at = `At ${format.moment(playback.times[row])}`;
+    const what = `${format.counted(playback.blocksOf(row), "block")} of request ${this.id(d[row])}`;
+    const idle = format.duration(age[row]);
+    if (c[row]) return `${at} ${what} had expired and left, ${idle} after they were stored or hit last.`;
+    return `${at} ${policy} evicted ${what} to make room for request ${this.id(request[row])}. They had been stored or hit last ` +
+      `${idle} before.${exact ? this._rank(row) : ""}`;
+  }
+
+  _wanted(row) {
     const { playback } = this.side;
+    const { blocks, users, first } = this._eviction(row);
+    const tokens = format.counted(first.missed * playback.header.block_size, "token");
+    const { model, device } = playback.about.prefill;
+    const others = users.length > 1 ? ` ${format.counted(users.length - 1, "other request")} missed other blocks of it.` : "";
+    const computed = playback.header.tiers?.length ? "missed them in the pool" : "had to compute them again";
+    return `Request ${this.id(first.next)} wanted ${first.missed === blocks ? "them" : `${format.count(first.missed)} of them`} ` +
+      `${this._later(row, first.next)}, and ${computed}: ${tokens}, at least ${format.duration(first.prefill)} of prefill ` +
+      `(${model} on ${device}).${others}`;
+  }
+
+  _kept(row, state) {
+    const { blocks, sums } = this._eviction(row);
+    const kept = sums.policy === blocks ? "them" : `${format.count(sums.policy)} of them`;
+    return `It knew that they would be asked for, and kept ${kept}.${state ? this._instead(row, state) : ""}`;
+  }
+
+  /** Return the sentence about how long other blocks had been unused. */
+  _rank(row) {
+    const { playback, cache } = this.side;
     const last = playback.times[row] - playback.columns.age[row];
     let older = 0;
-    for (const span of cache.spans.values()) if (!span.pins && !span.children.size && span.last < last) older += span.ids.length;
-    return older
-      ? ` ${format.counted(older, "cached block")} that it could have taken had been unused for longer.`
-      : " Nothing that it could have taken had been unused for longer.";
+    for (const span of cache.spans.values()) if (isEvictable(span) && span.last < last) older += span.ids.length;
+    if (older) return ` It could have taken ${format.counted(older, "cached block")} that had been unused for longer.`;
+    const all = this.policy === "lru" ? ", and that is all lru looks at" : "";
+    return ` Nothing that it could have taken had been unused for longer${all}.`;
   }
 
   /** Return the sentence about what could have been given up at no cost. */
-  _instead(row, state) {
+  _instead(row, { dead, spans }) {
     const { playback, cache } = this.side;
-    if (!state.dead) return "";
-    const share = format.share(state.dead / cache.cached);
+    if (!dead) return "";
     let best = null; // whole spans at the end of a prompt can go at once
-    for (const { span, dead } of state.spans) {
-      if (dead === span.ids.length && !span.pins && !span.children.size && dead > (best?.ids.length ?? 0)) best = span;
+    for (const each of spans) {
+      if (each.dead === each.span.ids.length && isEvictable(each.span) && each.dead > (best?.ids.length ?? 0)) best = each.span;
     }
     const such = best
       ? `, such as ${format.counted(best.ids.length, "block")} of request ${this.id(best.request)}, used last ` +
         `${format.duration(playback.times[row] - best.last)} before`
       : "";
-    return ` It would have given up blocks that nobody asks for again: ${format.count(state.dead)} of the ` +
-      `${format.count(cache.cached)} cached blocks (${share}) were such${such}.`;
+    return ` Of the ${format.counted(cache.cached, "block")} that stayed in this pool, ${format.count(dead)} ` +
+      `(${format.share(dead / cache.cached)}) were never asked for again${such}: to evict those would have cost nothing.`;
   }
 
-  /** Return the sentence about what the other trace evicted for the same request; null: nothing to say. */
+  /** Return the other trace, and the sentence about what it evicted for the same request; null: nothing to say. */
   _otherSide(row) {
     const { app, side } = this;
     const other = app.sides.find((each) => each !== side);
@@ -311,11 +334,12 @@ class StoryPanel {
         sums.dead += part.dead;
       }
     }
-    const who = `${other.name} (${other.playback.header.plugins.eviction?.name})`;
-    const name = this.id(side.playback.columns.request[row]);
-    if (!sums.blocks) return `For request ${name}, ${who} evicted nothing.`;
-    return `For request ${name}, ${who} evicted ${format.counted(sums.blocks, "block")}: nobody asked again for ` +
-      `${format.count(sums.dead)} of them, and ${format.count(sums.policy)} cost a hit.`;
+    const room = `For request ${this.id(side.playback.columns.request[row])} it evicted`;
+    if (!sums.blocks) return [other.name, `${room} nothing.`];
+    const dead = sums.dead === sums.blocks ? "nobody asked for any of them again" : `nobody asked for ${format.count(sums.dead)} of them again`;
+    const cost = sums.policy ? `, and ${format.count(sums.policy)} cost a hit that the optimum has` : "";
+    return [other.name, `${room} ${format.counted(sums.blocks, "block")}: ${dead}${cost}.`];
   }
 }
 StoryPanel.LISTED = 10;
+StoryPanel.ROOMY = 700; // pixels

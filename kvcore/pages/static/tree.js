@@ -62,39 +62,22 @@ function treeRows({ holders }, first, most) {
 }
 
 /** The prefix tree: spans as bars of their length. */
-class TreePanel {
+class TreePanel extends BlockPanel {
   constructor(app, side) {
-    Object.assign(this, { app, side, pointer: null, cursor: null });
-    this.colouring = Colouring.of(app);
-    this.canvas = element("canvas", { tabindex: 0, role: "img", class: "tree" });
+    super(app, side, { name: "Prefix tree", kind: "tree", keys: /^Arrow/ });
+    this.cursor = null;
     this.room = element("div", { class: "room" });
     this.box = element("div", { class: "tree-box", onscroll: () => this.draw() }, this.canvas, this.room);
-    this.note = element("p", { class: "soft note" });
-    const name = app.sides.length > 1 ? `Prefix tree of ${side.name}` : "Prefix tree";
-    this.root = element("section", { class: "panel", "aria-label": name },
-      element("header", {}, element("h2", {}, name)), this.box, this.note);
-    this._listen();
+    this.root = element("section", { class: "panel", "aria-label": this.name },
+      element("header", {}, element("h2", {}, this.name)), this.box, this.note);
   }
 
-  _listen() {
-    const { canvas } = this;
-    const move = (event) => this._enter(this._find(event), event.clientX, event.clientY);
-    canvas.addEventListener("pointermove", move);
-    canvas.addEventListener("pointerdown", move);
-    canvas.addEventListener("pointerleave", () => this._leave());
-    canvas.addEventListener("blur", () => this._leave());
-    canvas.addEventListener("focus", () => { if (canvas.matches(":focus-visible")) this._step(null); });
-    canvas.addEventListener("click", () => {
-      if (this.pointer) this.app.choose({ side: this.side, request: this.pointer.bar.holder.request });
-    });
-    canvas.addEventListener("keydown", (event) => {
-      if (event.key.startsWith("Arrow")) this._step(event.key);
-      else if (event.key === "Enter" && this.pointer) canvas.click();
-      else if (event.key === "Escape") this._leave();
-      else return;
-      event.preventDefault();
-      event.stopPropagation(); // arrows are also the clock's
-    });
+  _move(event) {
+    this._enter(this._find(event), event.clientX, event.clientY);
+  }
+
+  _choose() {
+    this.app.choose({ side: this.side, request: this.pointer.bar.holder.request });
   }
 
   _x(position) {
@@ -114,7 +97,7 @@ class TreePanel {
   /** Move the cursor to the span above, the largest below, or the next beside it. */
   _step(key) {
     const { shown } = this.tree;
-    const bar = shown.find(({ holder }) => (holder.span ?? holder.seq) === this.cursor) ?? shown[0];
+    const bar = shown.find(({ holder }) => holder.owner === this.cursor) ?? shown[0];
     if (!bar) return;
     const beside = (row) =>
       shown.find((each) => each.row <= row && row < each.row + each.leaves && each.holder.start <= bar.holder.start && bar.holder.start < each.end);
@@ -122,7 +105,7 @@ class TreePanel {
       ArrowLeft: () => bar.above, ArrowRight: () => bar.below.find((each) => each.row === bar.row),
       ArrowUp: () => beside(bar.row - 1), ArrowDown: () => beside(bar.row + bar.leaves),
     }[key]?.() ?? bar;
-    this.cursor = next.holder.span ?? next.holder.seq;
+    this.cursor = next.holder.owner;
     const above = next.row * this.high;
     if (above < this.box.scrollTop || above + this.high > this.box.scrollTop + this.box.clientHeight - TreePanel.AXIS) {
       this.box.scrollTop = above;
@@ -138,19 +121,12 @@ class TreePanel {
     }
     const before = this.pointer;
     this.pointer = { ...found, x, y, aloud };
-    this.cursor = found.bar.holder.span ?? found.bar.holder.seq;
+    this.cursor = found.bar.holder.owner;
     const block = found.bar.holder.ids[found.at];
     if (before?.bar.holder.ids[before.at] !== block) {
       this.app.point({ side: this.side, request: found.bar.holder.request, block, span: found.bar.holder.span });
     }
     this._card();
-  }
-
-  _leave() {
-    if (!this.pointer) return;
-    this.pointer = null;
-    blockCard.hide();
-    this.app.point(null);
   }
 
   /** Show what the bar under the pointer is, and the life of the block there. */
@@ -189,7 +165,7 @@ class TreePanel {
     if (!this.pointer) return;
     // What was under the pointer may be gone.
     const { number, holder } = this.pointer.bar;
-    const still = this.tree.shown.find((bar) => bar.number === number && (bar.holder.span ?? bar.holder.seq) === (holder.span ?? holder.seq));
+    const still = this.tree.shown.find((bar) => bar.number === number && bar.holder.owner === holder.owner);
     if (still && this.pointer.at < still.holder.ids.length) {
       this.pointer.bar = still;
       this._card();

@@ -6,6 +6,14 @@ class Side {
     Object.assign(this, { number, name, playback });
     this.contents = new Contents(playback);
     this.byId = new Map(playback.requests.id.map((id, request) => [id, request]));
+    this.evictions = []; // rows
+    this.arrived = new Int32Array(playback.length); // how many requests had, at each row
+    for (let row = 0, arrived = 0; row < playback.length; row++) {
+      const kind = playback.columns.kind[row];
+      if (kind === playback.kinds.REQUEST) arrived += 1;
+      else if (kind === playback.kinds.EVICT) this.evictions.push(row);
+      this.arrived[row] = arrived;
+    }
     if (this.contents.complete) this.costs = new Costs(this);
   }
 
@@ -20,7 +28,31 @@ class Side {
   /** Return the EVICT rows that made room for a request. */
   evictionsFor(request) {
     const { columns } = this.playback;
-    return this.costs.rows.filter((row) => columns.request[row] === request);
+    return this.evictions.filter((row) => columns.request[row] === request);
+  }
+
+  /** Return the last row of this side that is not after `row` of `other`: by time, then by requests that arrived. */
+  rowLike(other, row) {
+    const { playback } = this;
+    if (row < 0) return -1;
+    const time = other.playback.times[row];
+    const last = playback.rowAt(time);
+    const before = firstIndex(playback.length, (each) => playback.times[each] >= time) - 1;
+    const alike = firstIndex(playback.length, (each) => this.arrived[each] > other.arrived[row]) - 1;
+    return Math.max(before, Math.min(last, alike));
+  }
+
+  /** Return what is cached as the end of each owner's blocks, requests being numbered as in `other`. O(spans). */
+  held(other) {
+    const ends = new Map();
+    for (const span of this.cache.spans.values()) {
+      const request = this === other ? span.request : other.byId.get(this.playback.requests.id[span.request]);
+      if (request === undefined) continue;
+      for (const [owner, , end] of other.contents.pieces(request, span.start, span.end)) {
+        if (!(ends.get(owner) >= end)) ends.set(owner, end);
+      }
+    }
+    return ends;
   }
 
   /** Return how many blocks of the eviction at `row` the other trace did not evict for the same request. */
@@ -31,8 +63,9 @@ class Side {
 
 /** The clock, what is chosen, and the panels that are drawn anew when either changes. */
 class App {
-  constructor(sides) {
+  constructor(sides, about) {
     this.sides = sides;
+    this.about = about;
     this.begin = Math.min(...sides.map((side) => side.playback.begin));
     this.end = Math.max(...sides.map((side) => side.playback.end));
     this.time = this.begin;
@@ -71,16 +104,22 @@ class App {
   seekRow(side, row) {
     this.time = side.playback.times[Math.max(0, row)];
     for (const other of this.sides) {
-      other.playback.seek(other === side ? row : other.playback.rowAt(this.time));
+      other.playback.seek(other === side ? row : other.rowLike(side, row));
     }
     this.changed();
   }
 
+  /** Return less than 0 if `row` of a side comes before `otherRow` of another: by time, then by requests that arrived. */
+  order(side, row, other, otherRow) {
+    return side.playback.times[row] - other.playback.times[otherRow]
+      || side.arrived[row] - other.arrived[otherRow] || side.number - other.number;
+  }
+
   /** Go one row on: of two sides, the one whose next row is earlier. */
   stepForward() {
-    const next = (side) => side.playback.times[side.row + 1] ?? Infinity;
-    const side = this.sides.reduce((best, each) => (next(each) < next(best) ? each : best));
-    if (next(side) === Infinity) return;
+    const [side] = this.sides.filter((each) => each.row + 1 < each.playback.length)
+      .sort((one, other) => this.order(one, one.row + 1, other, other.row + 1));
+    if (!side) return;
     side.playback.seek(side.row + 1);
     this.time = side.playback.now;
     this.changed();
@@ -88,9 +127,9 @@ class App {
 
   /** Go one row back: of two sides, the one whose row is later. */
   stepBack() {
-    const at = (side) => (side.row < 0 ? -Infinity : side.playback.times[side.row]);
-    const side = this.sides.reduceRight((best, each) => (at(each) > at(best) ? each : best));
-    if (at(side) === -Infinity) return;
+    const side = this.sides.filter((each) => each.row >= 0)
+      .sort((one, other) => this.order(one, one.row, other, other.row)).at(-1);
+    if (!side) return;
     side.playback.seek(side.row - 1);
     this.time = side.row < 0 ? this.begin : side.playback.now;
     this.changed();
@@ -246,6 +285,28 @@ class Counts {
   }
 }
 
+/** Return what a newcomer must know to read the page. */
+function introduction({ playback }) {
+  const { header } = playback;
+  return element("p", { class: "soft", id: "introduction" },
+    `A pool of ${format.counted(header.blocks, "block")} keeps the keys and values (K/V) of ${format.counted(header.block_size, "token")} ` +
+    "each. A request whose prompt begins like an earlier one hits the blocks of that beginning that are still cached; the rest " +
+    "misses and is computed. A full pool must evict cached blocks to make room: which ones, the eviction policy decides.");
+}
+
+/** Go to where the page opens: the time that was asked for, else the costliest eviction, unless it takes long to get there. */
+function open(app) {
+  if (app.about.at != null) app.seek(app.about.at);
+  else {
+    const costliest = app.sides.map((side) => ({ side, costs: side.costs })).filter(({ costs }) => costs?.most)
+      .sort((one, other) => other.costs.most - one.costs.most)[0];
+    if (costliest && costliest.costs.costliest < OPENED_AT) app.seekRow(costliest.side, costliest.costs.costliest);
+    else app.seek(app.begin);
+  }
+}
+
+const OPENED_AT = 2e5; // rows, which a browser plays in less than a second
+
 /** Make the page. */
 async function main() {
   const about = await readJson("view");
@@ -253,12 +314,14 @@ async function main() {
   for (const [number, name] of about.names.entries()) {
     sides.push(new Side(number, name, await Playback.read(`side${number}`)));
   }
-  const app = new App(sides);
+  const app = new App(sides, about);
   window.kvcore = app; // for the console, and for tests
   const root = document.querySelector("main");
   root.append(element("header", { class: "top" }, element("h1", {}, about.title), theme.button()));
   for (const notice of about.notices) root.append(element("p", { class: "notice", role: "note" }, notice));
-  root.append(app.add(new Controls(app)), app.add(new Counts(app)));
+  root.append(introduction(sides[0]), app.add(new Controls(app)));
+  if (sides.length > 1) root.append(app.add(new DifferencesPanel(app)));
+  root.append(app.add(new Counts(app)));
   for (const make of PANELS) {
     root.append(element("div", { class: "sides" }, make.shared
       ? app.add(new make(app))
@@ -269,7 +332,7 @@ async function main() {
   }
   theme.onChange(() => app.changed());
   addEventListener("resize", () => app.changed());
-  app.seek(app.begin);
+  open(app);
   for (const panel of app.panels) panel.draw();
   document.body.dataset.ready = "";
 }

@@ -1,0 +1,49 @@
+"""Programs that tests start; as a program: installs Debian's packages of those that lack."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+PROGRAMS = {
+    "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "redis-server": ("redis-server", "valkey-server"),
+}
+"""The names that each may have, by Debian's package."""
+
+
+def find(package):
+    """Return the path of a program; None if there is none."""
+    return next(filter(None, map(shutil.which, PROGRAMS[package])), None)
+
+
+def required(package):
+    """Return the path of a program; skip the test if there is none."""
+    return find(package) or pytest.skip(f"none of {', '.join(PROGRAMS[package])} is installed")
+
+
+def install(package):
+    """Install a package if that is needed and possible; say what was done."""
+    if found := find(package):
+        return f"there is {found}"
+    if not shutil.which("apt-get") or os.geteuid():
+        return "there is none: to install one takes apt-get and root"
+    print(f"installing {package} from Debian's packages", flush=True)  # noqa: T201
+    quiet = {"check": True, "stdout": subprocess.DEVNULL, "timeout": 600}
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        for command in (
+            ["apt-get", "update", "-qq"],
+            ["apt-get", "install", "-qq", "-y", "--no-install-recommends", package],
+        ):
+            subprocess.run(command, env=environment, **quiet)  # noqa: PLW1510 - in `quiet`
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"it cannot be installed: {error}"
+    return f"installed {find(package)}"
+
+
+if __name__ == "__main__":
+    for name in PROGRAMS:
+        print(f"{name}: {install(name)}", file=sys.stderr)  # noqa: T201
