@@ -6,11 +6,12 @@ import re
 from http.client import HTTPConnection
 from threading import Thread
 
-import orjson
 import pytest
 from helpers import traces
 from helpers.browser import NARROW, WIDE, tab, until
 from helpers.commands import run_here
+from helpers.kv_events import batch, stored
+from helpers.kv_events import record as record_events
 from helpers.untrusted import poison, recovered, turned_away
 
 from kvcore.cli import main as frame
@@ -257,13 +258,24 @@ def test_a_trace_that_is_refused_leaves_no_page(tmp_path, damage):
     assert [each.name for each in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
-    """A workload is told to be none, and where to take it."""
+NO_TRACES = {
+    "workload": lambda file: file.write_bytes(b'{"id": 1, "prompt_tokens": 3}\n'),
+    "recording": lambda file: record_events(file, batch(stored(1, size=4))),
+    "text": lambda file: file.write_text("block hits\n"),
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("what", NO_TRACES)
+def test_what_is_no_trace_is_refused(tmp_path, what):
+    """It is told to be none, and what reads it; a page is not begun."""
     file = tmp_path / "requests.jsonl"
-    file.write_bytes(orjson.dumps({"id": 1, "prompt_tokens": 3}) + b"\n")
+    NO_TRACES[what](file)
     done = run_here("view", file, "-o", tmp_path / "page.html")
     assert done.returncode == 1
-    assert "not a kvcore trace" in done.stderr
+    no_trace = "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE`"
+    assert ("the file is empty" if what == "empty" else no_trace) in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_where_to_must_be_said(served):
