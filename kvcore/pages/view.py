@@ -63,7 +63,7 @@ def view_page(
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
         data |= {f"side{number}-{name}": raw for name, raw in side.columns().items()}
-    return Page(title, "<main></main>", SCRIPTS, ["view.css", "serving.css"], data).render()
+    return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 
 def _left_out(name: str, side: Playback) -> Iterator[str]:

@@ -278,6 +278,28 @@ def test_what_is_no_trace_is_refused(tmp_path, what):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_time_that_no_page_can_show_is_refused(tmp_path):
+    """The error names the time, and how much there may be."""
+    events = traces.lines(traces.serve(tmp_path / "run.jsonl"))
+    for event in events[1:]:
+        event["t"] += 2**53
+    file = traces.seal(tmp_path / "late.jsonl", events)
+    done = run_here("view", file, "-o", tmp_path / "page.html")
+    assert done.returncode == 1
+    assert "its time in ns goes beyond 2^53" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("view", "-o"), ("report", "-o"), ("export", "--to", "perfetto", "--out")]
+)
+def test_a_name_that_is_no_unicode(words, tmp_path):
+    """A file may have any bytes in its name; what is made of it can be read as UTF-8."""
+    file = traces.serve(tmp_path / os.fsdecode(b"\xff.jsonl"))
+    done = run_here(words[0], file, *words[1:], tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text("utf-8")
+
+
 def test_where_to_must_be_said(served):
     """Neither a file nor a server: the error names both."""
     done = run_here("view", served)
@@ -385,3 +407,11 @@ def test_a_window_keeps_moments_whole(served):
     rows = len(Playback(served, window=Window(most=500)).rows["kind"])
     assert 400 < rows <= 500
     assert times[rows] > times[rows - 1]
+
+
+def test_help_tells_each_default_once(capsys):
+    """What click says is not said again."""
+    assert frame.run(["view", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "[default: 1000000; x>=1]" in " ".join(told.split())
+    assert told.count("[default: 1000000") == 1

@@ -56,7 +56,8 @@ async ({ name, blocks, rows, stride }) => {
       for (let at = 0; at < lengths[request]; at++) {
         const owner = contents.owner(request, at);
         const next = contents.nextUser(owner, at, row);
-        uses.push([request, at, row, owner, next, contents.heldByOptimum(owner, at, row)]);
+        const held = contents.heldByOptimum(owner, at, row);
+        uses.push([request, at, row, owner, next, held]);
       }
     }
   }
@@ -76,10 +77,10 @@ def page(tmp_path_factory):
 
 
 def driven(path, seed, **options):
-    """Record random calls to a cache, among them forks, rollbacks and compactions."""
+    """Record random calls to a cache, among them forks, rollbacks, compactions, a window."""
     draw = Random(seed)  # noqa: S311
     mix = (EVEN, FORKS, COMPACTIONS)[seed % 3]
-    if mix is not COMPACTIONS and seed % 4 == 0:
+    if seed % 4 == 0:
         options["retention"] = Recent(tokens=9)
     policy = draw.choice(["lru", "lfu", "ttl:ttl=2e-8"])
     with Trace(path) as trace:

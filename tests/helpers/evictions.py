@@ -1,0 +1,103 @@
+"""What a trace caches and evicts, from nothing but the ids of blocks in its lines."""
+
+from collections import Counter
+
+import attrs
+from helpers import traces
+
+
+def blocks_of(runs):
+    """Yield the blocks of runs `[first, count]`; below zero, they are counted down."""
+    for first, count in runs:
+        way = 1 if count > 0 else -1
+        yield from range(first, first + count, way)
+
+
+@attrs.frozen
+class Eviction:
+    """An EVICT line of scope `cache`: its number, the content that it took, the line itself."""
+
+    row: int
+    contents: list
+    line: dict
+
+
+class Told:
+    """What the lines of a trace say of contents: pairs of a key, and which of its blocks.
+
+    Attributes:
+        lines: of the trace.
+        evictions: in their order.
+        admissions: number of the first HIT or MISS of each request, in their order.
+        lookup, hit: how many blocks each request looked up and hit then.
+    """
+
+    def __init__(self, path):
+        """Read a trace."""
+        self.lines = traces.lines(path)
+        header = self.lines[0]
+        self.size = header["block_size"]
+        self.ratio = header["key_tokens"] // self.size
+        self.whole = header["count"] == "keys"
+        self.keys, self.lookup, self.hit, self.admissions = {}, {}, {}, {}
+        for _ in self.cached():
+            pass
+
+    def prompt(self, request):
+        """Return the contents of a prompt, by position."""
+        return [(key, part) for key in self.keys[request] for part in range(self.ratio)]
+
+    def cached(self):
+        """Yield the contents that are cached after each line."""
+        self.evictions, owner, table, content = [], {}, {}, {}
+        for number, line in enumerate(self.lines):
+            kind = line["event"]
+            if kind == "REQUEST":
+                self.keys[line["id"]] = line["keys"]
+                blocks = len(line["keys"]) * self.ratio
+                # The last token is always computed, but where whole keys are counted.
+                last = blocks if self.whole else (line["prompt"] - 1) // self.size
+                self.lookup[line["id"]] = min(last, blocks)
+            elif kind in ("HIT", "MISS"):
+                owner[line["seq"]] = line["request"]
+                if not line.get("again"):
+                    self.admissions.setdefault(line["request"], number)
+                    self.hit.setdefault(line["request"], line.get("blocks", 0))
+            elif kind == "ALLOC":
+                places = table.setdefault(line["seq"], {})
+                places |= enumerate(blocks_of(line["runs"]), line["first"])
+            elif kind == "COMMIT" and line["how"] in ("new", "grown"):
+                prompt = self.prompt(owner[line["seq"]])
+                for place in range(line["first"], line["first"] + line["blocks"]):
+                    content[table[line["seq"]][place]] = prompt[place]
+            elif kind == "EVICT" and line["scope"] == "cache":
+                gone = [content.pop(block) for block in blocks_of(line["runs"])]
+                self.evictions.append(Eviction(number, gone, line))
+            yield content.values()
+
+    def users(self, row):
+        """Return of each content the first request after a row that looks it up, and where."""
+        users = {}
+        for request, admitted in self.admissions.items():
+            if admitted <= row:
+                continue
+            prompt = self.prompt(request)
+            for place in range(self.lookup[request]):
+                users.setdefault(prompt[place], (request, place))
+        return users
+
+
+def differing(left, right):
+    """Return rows of `left`: how many blocks of each `right` did not evict for its request."""
+    theirs = Counter(
+        (each.line["for"], content) for each in right.evictions for content in each.contents
+    )
+    marks = Counter()
+    for each in left.evictions:
+        for content in each.contents:
+            loss = each.line["for"], content
+            if theirs[loss]:
+                theirs[loss] -= 1
+            else:
+                marks[each.row] += 1
+    return marks

@@ -1,0 +1,134 @@
+"""Which evictions of two traces differ: exactly those that a count by block ids finds."""
+
+import pytest
+from helpers import traces
+from helpers.evictions import Told, differing
+
+from kvcore import KVCache, Trace
+from kvcore.cli import main as frame
+from kvcore.pages.differences import find_differences
+from kvcore.pages.playback import Playback
+from kvcore_plugins.eviction import FIFO, LRU
+from kvcore_plugins.prefix import Radix
+
+ZIPF = "zipf:prefixes=20,prefix_tokens=96,output_tokens=24,"
+SAME = ZIPF + "requests=150,suffix_tokens=32"
+UNTIMED = ("compare", SAME, "--blocks", "40")
+SMALL_BLOCKS = ("compare", SAME, "--blocks", "160", "--block-size", "4")
+LARGE_KEYS = ("compare", f"{SAME},key_tokens=32", "--blocks", "40", "--block-size", "16")
+OTHERS = ("compare", ZIPF + "requests=5,suffix_tokens=64", "--blocks", "40")
+PREEMPTING = ("simulate", SAME + ",rate=60", "--block-size", "16", "--blocks", "30")
+
+
+def record(path, words, eviction):
+    """Record a run of the command line."""
+    assert frame.run([*words, "--eviction", eviction, "--trace", str(path)]) == 0
+    return path
+
+
+def pair(folder, words, left="lru", right="lfu"):
+    """Record two runs of one workload."""
+    return record(folder / "left.jsonl", words, left), record(
+        folder / "right.jsonl", words, right
+    )
+
+
+def found(left, right):
+    """Return of each row with a mark how many blocks differ, by side; and the note."""
+    differences = find_differences(Playback(left), Playback(right))
+    marks = [
+        {row: blocks for row, blocks in enumerate(column) if blocks}
+        for column in differences.blocks
+    ]
+    return marks, differences.note
+
+
+def play(path, blocks, steps, eviction=LRU):
+    """Record a cache that opens, computes and closes requests, one after another."""
+    with Trace(path) as trace:
+        cache = KVCache(blocks, traces.BLOCK, eviction=eviction(), prefix=Radix(), trace=trace)
+        seen = set()
+        for now, (name, *prompt) in enumerate(steps, 1):
+            request = traces.ask(name, *prompt)
+            seq = cache.open(request, None, now, resumed=name in seen)
+            cache.commit(seq, request.prompt_tokens - seq.computed, now)
+            cache.close(seq, now)
+            seen.add(name)
+    return path
+
+
+@pytest.mark.parametrize("right", ["lfu", "random", "lookahead:requests=all"])
+@pytest.mark.parametrize(
+    "words", [UNTIMED, PREEMPTING, SMALL_BLOCKS], ids=["untimed", "preempting", "small blocks"]
+)
+def test_marks_are_those_of_a_count_by_block_ids(tmp_path, words, right):
+    """The same rows, with as many blocks each, on both sides."""
+    one, other = pair(tmp_path, words, "lru", right)
+    left, right = Told(one), Told(other)
+    marks, note = found(one, other)
+    expected = [differing(left, right), differing(right, left)]
+    assert marks == expected
+    assert all(expected)
+    assert any(
+        len(mark) < len(side.evictions) for mark, side in zip(marks, (left, right), strict=True)
+    )
+    assert note == ""
+
+
+def test_equal_traces_do_not_differ(tmp_path):
+    """No row is marked, and there is nothing to say."""
+    assert found(*pair(tmp_path, PREEMPTING, "lru", "lru")) == ([{}, {}], "")
+
+
+def test_one_eviction_that_differs(tmp_path):
+    """What was used again stays under `lru`, what was stored last under `fifo`."""
+    steps = [("one", "ab"), ("two", "cd"), ("three", "ab", 9), ("four", "ef")]
+    left = play(tmp_path / "left.jsonl", 5, steps, LRU)
+    right = play(tmp_path / "right.jsonl", 5, steps, FIFO)
+    marks, _ = found(left, right)
+    for mark, path, text in zip(marks, (left, right), ("cd", "ab"), strict=True):
+        (eviction,) = Told(path).evictions
+        assert eviction.contents == [(traces.key(text), 0)]
+        assert mark == {eviction.row: 1}
+
+
+def test_a_content_that_is_evicted_twice_for_one_request(tmp_path):
+    """The second time is another loss than the first."""
+    once = [("one", "ab"), ("two", "wxyz")]
+    again = [*once, ("three", "ab"), ("two", "wxyz")]
+    left = play(tmp_path / "left.jsonl", 4, again)
+    right = play(tmp_path / "right.jsonl", 4, once)
+    first, second = [each for each in Told(left).evictions if each.line["for"] == "two"]
+    assert first.contents == second.contents
+    marks, _ = found(left, right)
+    assert marks[0][second.row] == 2
+    assert first.row not in marks[0]
+    assert marks[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (OTHERS, "No request is in both traces"),
+        (SMALL_BLOCKS, "Blocks stand for 16 tokens on the left and 4 on the right"),
+        (LARGE_KEYS, "Keys stand for 16 tokens on the left and 32 on the right"),
+    ],
+    ids=["workload", "block size", "key tokens"],
+)
+def test_what_cannot_be_compared_is_told(tmp_path, words, said):
+    """No eviction is marked, and the note says why."""
+    left = record(tmp_path / "left.jsonl", UNTIMED, "lru")
+    marks, note = found(left, record(tmp_path / "right.jsonl", words, "lru"))
+    assert marks == []
+    assert said in note
+
+
+def test_requests_of_one_trace_only_are_counted(tmp_path):
+    """What both have is compared; the note says how many requests that is."""
+    left = record(tmp_path / "left.jsonl", UNTIMED, "lru")
+    right = record(tmp_path / "right.jsonl", (*UNTIMED, "--limit", "100"), "lru")
+    (marks, none), note = found(left, right)
+    assert note == "Only 100 of 150 requests are in both traces."
+    assert none == {}
+    assert marks
+    assert {Told(left).lines[row]["for"] for row in marks} <= set(range(100, 150))
