@@ -28,18 +28,21 @@ from time import perf_counter
 start = perf_counter()
 done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, text=True)
 seconds = perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss
 peak *= 1 if sys.platform == "darwin" else 1024
-json.dump({"seconds": seconds, "peak_mb": peak / 1e6, "output": done.stdout}, sys.stdout)
+found = {"seconds": seconds, "cpu": cpu, "peak_mb": peak / 1e6, "output": done.stdout}
+json.dump(found, sys.stdout)
 sys.exit(done.returncode)
 """
 
 
 @attrs.frozen
 class Measured:
-    """What a process took, from start to exit, and what it wrote to stdout."""
+    """What a process took, from start to exit, also of CPUs, and what it wrote to stdout."""
 
     seconds: float
+    cpu: float
     peak_mb: float
     output: str
 
