@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
-import orjson
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
@@ -31,7 +29,7 @@ from kvcore.plugins.manager import Plugins
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads import part_of
-from kvcore.workloads.files import lines
+from kvcore.workloads.files import first_json
 
 if TYPE_CHECKING:
     from kvcore.models.pricing import PriceModel
@@ -184,12 +182,7 @@ def _is_trace(source: str, plugins: Plugins) -> bool:
     name = source.partition(":")[0].strip()
     if name in plugins.names("workload") or not path.is_file():
         return False
-    with closing(lines(path)) as found:
-        first_line = next(found)[1]
-    try:
-        line = orjson.loads(first_line)
-    except orjson.JSONDecodeError:
-        return False
+    line = first_json(path)
     return isinstance(line, dict) and line.get("event") == "HEADER"
 
 

@@ -27,7 +27,7 @@ from kvcore.units import parse_seconds, parse_window
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
-    help="Port of --serve; 0 takes a free one.  [default: 0]",
+    help="Port of --serve; 0 takes a free one.",
 )
 @click.option(
     "--window",
@@ -44,7 +44,7 @@ from kvcore.units import parse_seconds, parse_window
     "--events",
     type=click.IntRange(min=1),
     default=1_000_000,
-    help="Lines of a trace that the page plays at most.  [default: 1000000]",
+    help="Lines of a trace that the page plays at most.",
 )
 def view(
     *,

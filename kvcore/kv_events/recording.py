@@ -48,7 +48,7 @@ from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart, S
 from kvcore.kv_events.subscriber import Subscriber
 from kvcore.trace.fields import version
 from kvcore.trace.jsonl_file import SealedReader, SealedWriter
-from kvcore.workloads.files import lines
+from kvcore.workloads.files import first_json
 
 SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""
@@ -428,12 +428,9 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
     A file that can be read only once, such as a pipe, is not read: the answer is False.
     """
     try:
-        if not Path(path).is_file():
-            return False
-        with closing(lines(Path(path))) as source:
-            _, first = next(source)
-        return _first_line_format(orjson.loads(first)) is not None
-    except (OSError, ValueError, InputError):
+        file = Path(path)
+        return file.is_file() and _first_line_format(first_json(file)) is not None
+    except (OSError, InputError):
         return False
 
 

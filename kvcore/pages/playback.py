@@ -285,9 +285,12 @@ class Playback:
             raise InputError(msg)
         self.lines = reader.line
         self.rows = {name: self._flat[at::WIDTH] for at, name in enumerate(COLUMNS)}
+        beyond = "goes beyond 2^53, which is the most that a page can show"
+        if self.ended >= MOST:
+            reader.fail(f"its time in ns {beyond}: 104 days")
         for name, column in self.rows.items():
-            if (column and not -MOST < min(column) <= max(column) < MOST) or self.ended >= MOST:
-                reader.fail(f"{name} goes beyond 2^53, which is the most that a page can show")
+            if column and not -MOST < min(column) <= max(column) < MOST:
+                reader.fail(f"{name} {beyond}")
         self._inquest.judge()
         self.explanation = Explanation(
             source=self.file,

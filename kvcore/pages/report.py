@@ -312,7 +312,7 @@ def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) 
                     [found[place] for place in places], [labels[place] for place in places]
                 )
         if side:
-            told.append({"title": f"{kind.plural} side by side", "parts": side})
+            told.append({"title": f"{kind.plural or kind.kind} side by side", "parts": side})
         told += [
             {"title": f"{kind.kind}: {labels[place]}", "parts": parts[place]}
             for place in places

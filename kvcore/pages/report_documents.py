@@ -292,7 +292,6 @@ class Rerun(Result):
     """What `replay --json` printed of a run with other options."""
 
     kind: ClassVar[str] = "What if"
-    plural: ClassVar[str] = "What if"
 
     document: Document
     report: WhatIfReport
@@ -371,7 +370,6 @@ class Explained(Result):
     """What `explain --json` printed, of all requests or of one."""
 
     kind: ClassVar[str] = "Miss reasons"
-    plural: ClassVar[str] = "Miss reasons"
 
     document: Document
     explanation: Explanation
@@ -497,7 +495,6 @@ class Measured(Result):
     """What `quality --json` printed."""
 
     kind: ClassVar[str] = "Quality under bounded or shrunk K/V"
-    plural: ClassVar[str] = "Quality under bounded or shrunk K/V"
 
     report: QualityReport
 

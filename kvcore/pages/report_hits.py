@@ -287,7 +287,6 @@ class Curved(HitResult):
     """What `curve` wrote as JSON."""
 
     kind: ClassVar[str] = "Hit curves"
-    plural: ClassVar[str] = "Hit curves"
 
     report: CurvesReport
 
@@ -368,7 +367,6 @@ class Planed(Result):
     """What `curve --tier` wrote as JSON."""
 
     kind: ClassVar[str] = "Hits by the sizes of pool and tier"
-    plural: ClassVar[str] = "Hits by the sizes of pool and tier"
 
     document: Document
     report: PlaneReport

@@ -268,11 +268,11 @@ class Result(ABC):
 
     Attributes:
         name: the file or folder, as given.
-        kind, plural: what it is.
+        kind, plural: what it is, and several of them; without a plural they are called alike.
     """
 
     kind: ClassVar[str]
-    plural: ClassVar[str]
+    plural: ClassVar[str] = ""
 
     name: str
 

@@ -506,7 +506,7 @@ def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
         percents = [100 * count / blocks for count in used]
         lines.append(Line(label, times, percents, colour, step=True))
     told = "of one request alone" if all(run.trace for run in runs) else "of running requests"
-    axis = Axis("blocks in use", "%")
+    axis = Axis(f"blocks {told}", "%")
     about = f"The share of the pool's blocks that are {told}."
     if len({run.trace is None for run in runs}) == 1:
         yield from chart("The pool", about, SECONDS, axis, lines, top=100)

@@ -8,6 +8,7 @@ nothing be fetched.
 from __future__ import annotations
 
 import gzip
+import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -85,7 +86,7 @@ class Page:
             body=self.body,
             data="\n".join(_block(name, value) for name, value in data.items()),
             script=script,
-        ).encode()
+        ).encode(errors="replace")
 
 
 def charting_library() -> bytes:
@@ -109,7 +110,10 @@ def _static(name: str) -> str:
 
 def _block(name: str, value: Any) -> str:
     """Return an element with data, compressed: nothing in it can be read as markup."""
-    raw = value if isinstance(value, bytes) else orjson.dumps(value)
+    try:
+        raw = value if isinstance(value, bytes) else orjson.dumps(value)
+    except TypeError:  # the name of a file that is no Unicode: one slow way writes that
+        raw = json.dumps(value).encode()
     packed = b64encode(gzip.compress(raw, LEVEL, mtime=0)).decode()
     return f'<script type="application/gzip" id="data-{name}">{packed}</script>'
 

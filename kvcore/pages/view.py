@@ -63,7 +63,7 @@ def view_page(
     for number, side in enumerate(sides):
         data[f"side{number}-about"] = side.document()
         data |= {f"side{number}-{name}": raw for name, raw in side.columns().items()}
-    return Page(title, "<main></main>", SCRIPTS, ["view.css", "serving.css"], data).render()
+    return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 
 def _left_out(name: str, side: Playback) -> Iterator[str]:
@@ -76,8 +76,8 @@ def _left_out(name: str, side: Playback) -> Iterator[str]:
     yield (
         f"{name}: this page plays lines {side.first + 1:,} to {side.first + rows:,}, from "
         f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {whole}. The pool at their "
-        "begin is exact; curves, timeline and events show these lines alone. --window START:END "
-        "(seconds) makes a page of another part, --events N one of more lines."
+        "begin is exact; curves, timeline and events show these lines alone. --window "
+        "START:END (seconds) makes a page of another part, --events N one of more lines."
     )
 
 

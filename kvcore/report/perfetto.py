@@ -20,7 +20,7 @@ import orjson
 
 from kvcore.analysis.timeline import NEVER, Kind, Phases, TimelineBuilder
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.report.tables import setup
+from kvcore.report.tables import printable, setup
 from kvcore.trace import events, read_events
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S
@@ -80,7 +80,7 @@ class PerfettoTrace:
         yield before + b"\n],\n"
         header = self._builder.state.header.as_dict()
         other = {
-            "trace": Path(self.trace).name,
+            "trace": printable(Path(self.trace).name),
             "run": setup(header).removeprefix("Setup: "),
         }
         document = {"displayTimeUnit": "ms", "otherData": other}

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,17 @@ EXPANSION = 64
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
 _BETWEEN = re.compile(r"[\s,]*")
 _HEAD_BYTES = 1 << 10
+
+
+def first_json(path: Path) -> Any:
+    """Return the JSON value of the first line of a file; None if it is no JSON.
+
+    Raises:
+        InputError: as `lines` does.
+    """
+    with closing(lines(path)) as found, suppress(orjson.JSONDecodeError):
+        return orjson.loads(next(found)[1])
+    return None
 
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:

@@ -1,13 +1,11 @@
 """`kvcore tour`: the page shows what the engine did, and computes as `kvcore size` does."""
 
-import gzip
 import json
-import re
-from base64 import b64decode
 from math import exp
 
 import pytest
 from helpers.browser import NARROW, WIDE, tab
+from helpers.pages import data_of
 
 from kvcore.cli.main import run
 from kvcore.plugins.manager import Plugins
@@ -31,8 +29,7 @@ def page(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(page):
     """Return the data that the page carries, by part."""
-    packed = re.search(r'id="data-tour">([^<]+)<', page.read_text())[1]
-    return json.loads(gzip.decompress(b64decode(packed)))
+    return data_of(page.read_bytes(), "tour")
 
 
 def printed(capsys, *arguments):

@@ -1,4 +1,4 @@
-"""`kvcore view`: the whole page, its clock, windows of long traces, untrusted input, a server."""
+"""`kvcore view`: the page, its clock, windows of long traces, untrusted input, a server."""
 
 import errno
 import os
@@ -6,18 +6,18 @@ import re
 from http.client import HTTPConnection
 from threading import Thread
 
-import msgspec
-import orjson
 import pytest
 from helpers import traces
 from helpers.browser import NARROW, WIDE, tab, until
 from helpers.commands import run_here
+from helpers.kv_events import batch, stored
+from helpers.kv_events import record as record_events
+from helpers.untrusted import poison, recovered, turned_away
 
 from kvcore.cli import main as frame
 from kvcore.pages import view_page
 from kvcore.pages.playback import Window
 from kvcore.pages.server import PageServer
-from kvcore.trace import events as structs
 from kvcore.trace import read_events, replay
 
 SERVED = (
@@ -25,20 +25,27 @@ SERVED = (
     *("--block-size", "16", "--blocks", "90"),
 )
 COUNTS = ("free", "cached", "private", "spans", "hit-ratio-so-far")
-EVIL = "<script>alert(1)</script><!--\"'>&amp;\u202e\u2028\x07]]>" + "x" * 10_000
+VISIT = """([at, step]) => {
+  const side = kvcore.sides[at];
+  const { length, requests } = side.playback;
+  kvcore.seekRow(side, Math.floor(((length - 1) * step) / 11));
+  kvcore.choose({ side, request: step % requests.id.length });
+}"""
 
 UNNAMED = """() => [...document.querySelectorAll("button, input, select, canvas, [tabindex]")]
-  .filter((each) => !(each.ariaLabel || each.getAttribute("aria-labelledby") || each.labels?.length
-    || each.textContent.trim() || each.title))
+  .filter((each) => !(each.ariaLabel || each.getAttribute("aria-labelledby")
+    || each.labels?.length || each.textContent.trim() || each.title))
   .map((each) => each.outerHTML.slice(0, 200))"""
 
 CONTRASTS = """() => {
   const light = (hex) => {
     const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
-    const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = parts.map((c) =>
+      (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const value = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const style = getComputedStyle(document.documentElement);
+  const value = (name) => style.getPropertyValue(`--${name}`).trim();
   return ["ink", "soft"].flatMap((ink) => ["ground", "panel"].map((ground) => {
     const [low, high] = [light(value(ink)), light(value(ground))].sort((a, b) => a - b);
     return [ink, ground, (high + 0.05) / (low + 0.05)];
@@ -194,71 +201,31 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
         assert low == []
 
 
-def evil(path):
-    """Record tiers, and write a text that could be markup into every string that is free."""
-    traces.rest(path)
-    names = {}
-
-    def poisoned(value, name):
-        return names.setdefault((name, value), f"{EVIL}{len(names)}")
-
-    lines = traces.lines(path)
-    for line in lines:
-        for name in ("id", "request", "for", "after", "requester"):
-            if isinstance(line.get(name), str):
-                line[name] = poisoned(line[name], "request")
-        for name in ("tier", "from"):
-            if isinstance(line.get(name), str):
-                line[name] = poisoned(line[name], "tier")
-        if line["event"] == "REQUEST":
-            line |= dict.fromkeys(("salt", "tenant", "session", "tool"), EVIL)
-        if line["event"] == "HEADER":
-            for tier in line["tiers"]:
-                tier["tier"] = poisoned(tier["tier"], "tier")
-            line |= {"kvcore": EVIL, "executor": "simulate", "model": EVIL, "device": EVIL}
-            line["workload"] = {"name": EVIL, "digest": EVIL, "options": {EVIL: EVIL}}
-            line["batching"] = {EVIL: EVIL}
-            line["latency"] = {"name": EVIL, "options": {EVIL: EVIL}}
-            line["plugins"] |= {EVIL: {"name": EVIL, "options": {EVIL: EVIL}}}
-    free = {
-        "kvcore",
-        "salt",
-        "tenant",
-        "session",
-        "tool",
-        "by",
-        "why",
-        "executor",
-        "digest",
-        "tier",
-        "source",
-    }
-    texts = {
-        field.name
-        for struct in structs._structs
-        for field in msgspec.structs.fields(struct)
-        if "Text" in str(field.type) or field.type in (str, structs.Text)
-    }
-    assert texts <= free | {"event"}, "a new free text: let it be markup here too"
-    return traces.seal(path, lines)
-
-
-def test_no_string_of_a_trace_is_markup(browser, tmp_path):
+@pytest.mark.parametrize(
+    ("records", "kept"),
+    [
+        # Names that say what a run does, or which tier or request a line is about.
+        ([turned_away], {"evict", "exclusive", ("Offload", "from"), ("Preempt", "for")}),
+        ([traces.forget, recovered], {"run"}),
+    ],
+    ids=["one", "two"],
+)
+def test_no_string_of_a_trace_is_markup(browser, tmp_path, records, kept):
     """Scripts, comments, quotes and control characters in every string field stay text."""
-    trace = evil(tmp_path / "trace <img src=x onerror=alert(1)>.jsonl")
-    file = tmp_path / "page.html"
-    done = run_here("view", trace, "-o", file)
+    files = [tmp_path / f"{made.__name__} <img src=x onerror=alert(1)>" for made in records]
+    refused = [poison(made(file)) for made, file in zip(records, files, strict=True)]
+    assert set().union(*refused) == kept
+    done = run_here("view", *files, "-o", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr
-    assert b"alert(1)" not in file.read_bytes().split(b"</title>")[1]
+    assert b"alert(1)" not in (tmp_path / "page.html").read_bytes().split(b"</title>")[1]
     with tab(browser, NARROW) as found:
-        page = found.open(file)
-        page.on("dialog", lambda dialog: found.complaints.append(dialog.message))
-        last = page.evaluate("() => kvcore.sides[0].playback.length - 1")
-        for row in range(0, last + 1, 7):
-            page.evaluate("(row) => { kvcore.seekRow(kvcore.sides[0], row); }", row)
-            page.evaluate("() => kvcore.choose({ side: kvcore.sides[0], request: 0 })")
+        found.page.on("dialog", lambda dialog: found.complaints.append(dialog.message))
+        page = found.open(tmp_path / "page.html")
+        page.wait_for_selector("#curves[data-drawn]")
+        for step in range(12):
+            page.evaluate(VISIT, [step % len(records), step])
             until(page, "() => !kvcore.due")
-        assert page.locator("img, main script, iframe").count() == 0
+        assert page.locator("img, iframe, main script, main style, [onerror]").count() == 0
         assert "<script>alert(1)</script>" in page.inner_text("main")
         wide, inner = page.evaluate(
             "() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
@@ -291,13 +258,46 @@ def test_a_trace_that_is_refused_leaves_no_page(tmp_path, damage):
     assert [each.name for each in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
-    """A workload is told to be none, and where to take it."""
+NO_TRACES = {
+    "workload": lambda file: file.write_bytes(b'{"id": 1, "prompt_tokens": 3}\n'),
+    "recording": lambda file: record_events(file, batch(stored(1, size=4))),
+    "text": lambda file: file.write_text("block hits\n"),
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("what", NO_TRACES)
+def test_what_is_no_trace_is_refused(tmp_path, what):
+    """It is told to be none, and what reads it; a page is not begun."""
     file = tmp_path / "requests.jsonl"
-    file.write_bytes(orjson.dumps({"id": 1, "prompt_tokens": 3}) + b"\n")
+    NO_TRACES[what](file)
     done = run_here("view", file, "-o", tmp_path / "page.html")
     assert done.returncode == 1
-    assert "not a kvcore trace" in done.stderr
+    no_trace = "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE`"
+    assert ("the file is empty" if what == "empty" else no_trace) in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_time_that_no_page_can_show_is_refused(tmp_path):
+    """The error names the time, and how much there may be."""
+    events = traces.lines(traces.serve(tmp_path / "run.jsonl"))
+    for event in events[1:]:
+        event["t"] += 2**53
+    file = traces.seal(tmp_path / "late.jsonl", events)
+    done = run_here("view", file, "-o", tmp_path / "page.html")
+    assert done.returncode == 1
+    assert "its time in ns goes beyond 2^53" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("view", "-o"), ("report", "-o"), ("export", "--to", "perfetto", "--out")]
+)
+def test_a_name_that_is_no_unicode(words, tmp_path):
+    """A file may have any bytes in its name; what is made of it can be read as UTF-8."""
+    file = traces.serve(tmp_path / os.fsdecode(b"\xff.jsonl"))
+    done = run_here(words[0], file, *words[1:], tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text("utf-8")
 
 
 def test_where_to_must_be_said(served):
@@ -407,3 +407,11 @@ def test_a_window_keeps_moments_whole(served):
     rows = len(Playback(served, window=Window(most=500)).rows["kind"])
     assert 400 < rows <= 500
     assert times[rows] > times[rows - 1]
+
+
+def test_help_tells_each_default_once(capsys):
+    """What click says is not said again."""
+    assert frame.run(["view", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "[default: 1000000; x>=1]" in " ".join(told.split())
+    assert told.count("[default: 1000000") == 1

@@ -264,10 +264,8 @@ def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, sche
             name: f"{bad}{value}" if name in ("id", "request", "for") else value
             for name, value in line.items()
         }
-        events.append(changed)
+        events.append(changed | ({"by": bad} if "by" in line else {}))
     events[0]["plugins"]["eviction"]["name"] = bad
-    for line in events:
-        line |= {"by": bad} if "by" in line else {}
     files = [
         traces.seal(tmp_path / name, events) for name in ("a<b>.jsonl", f"{'c' * 200}.jsonl")
     ]

@@ -77,7 +77,7 @@ class Fickle(Planning):
 
     name: ClassVar[str] = "fickle"
 
-    random: Random = attrs.field(init=False, factory=lambda: Random(1))  # noqa: S311
+    random: Random = attrs.field(init=False, factory=lambda: Random(1))
     plans: int = 0
 
     def plan(self, state):

@@ -392,19 +392,17 @@ def tiered_servers():
     """Draw a server with tiers, likewise."""
     seeds = st.integers(0, 2**32)
     return _drawn(random_tiered_server) | seeds.map(
-        lambda seed: random_tiered_server(Random(seed).randint)  # noqa: S311
+        lambda seed: random_tiered_server(Random(seed).randint)
     )
 
 
 def talks():
     """Draw a server of conversations, likewise."""
     seeds = st.integers(0, 2**32)
-    return _drawn(random_talks) | seeds.map(
-        lambda seed: random_talks(Random(seed).randint)  # noqa: S311
-    )
+    return _drawn(random_talks) | seeds.map(lambda seed: random_talks(Random(seed).randint))
 
 
 def servers():
     """Draw a server: half of them by hypothesis, which shrinks; half at random, for breadth."""
     seeds = st.integers(0, 2**32)
-    return _drawn() | seeds.map(lambda seed: random_server(Random(seed).randint))  # noqa: S311
+    return _drawn() | seeds.map(lambda seed: random_server(Random(seed).randint))

@@ -80,7 +80,7 @@ def test_json_twins_are_faithful(value):
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_mutated_payloads_raise_nothing_else(name):
     """Thousands of damaged payloads are read, or refused by an error of kvcore's."""
-    draw = random.Random(name)  # noqa: S311 - damage, no secret
+    draw = random.Random(name)
     kept, refused = BlockTracker(), 0
     for _ in range(MUTATIONS):
         payload = bytearray(_odd(PAYLOADS[name], draw))

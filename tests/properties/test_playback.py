@@ -38,10 +38,11 @@ async ({ name, blocks, rows, stride }) => {
     const cache = playback.seek(row);
     return {
       counts: [cache.free, cache.cached, cache.private, cache.lookups, cache.hits],
-      tiers: cache.tiers.map(({ used, parked }) => [used, [...parked.values()].reduce((sum, each) => sum + each, 0)]),
+      tiers: cache.tiers.map(({ used, parked }) =>
+        [used, [...parked.values()].reduce((sum, each) => sum + each, 0)]),
       spans: [...cache.spans.values()].map((span) => [
-        span.id, span.parent ? span.parent.id : -1, span.start, [...span.ids], span.pins, span.hits, span.last,
-        span.children.size,
+        span.id, span.parent ? span.parent.id : -1, span.start, [...span.ids],
+        span.pins, span.hits, span.last, span.children.size,
       ]).sort((a, b) => a[0] - b[0]),
       sequences: [...cache.sequences.values()].map((seq) =>
         [seq.id, seq.span ? seq.span.id : -1, [...seq.ids]]).sort((a, b) => a[0] - b[0]),
@@ -54,7 +55,9 @@ async ({ name, blocks, rows, stride }) => {
     for (let request = 0; request < lengths.length; request++) {
       for (let at = 0; at < lengths[request]; at++) {
         const owner = contents.owner(request, at);
-        uses.push([request, at, row, owner, contents.nextUser(owner, at, row), contents.heldByOptimum(owner, at, row)]);
+        const next = contents.nextUser(owner, at, row);
+        const held = contents.heldByOptimum(owner, at, row);
+        uses.push([request, at, row, owner, next, held]);
       }
     }
   }
@@ -74,10 +77,10 @@ def page(tmp_path_factory):
 
 
 def driven(path, seed, **options):
-    """Record random calls to a cache, among them forks, rollbacks and compactions."""
-    draw = Random(seed)
+    """Record random calls to a cache, among them forks, rollbacks, compactions, a window."""
+    draw = Random(seed)  # noqa: S311
     mix = (EVEN, FORKS, COMPACTIONS)[seed % 3]
-    if mix is not COMPACTIONS and seed % 4 == 0:
+    if seed % 4 == 0:
         options["retention"] = Recent(tokens=9)
     policy = draw.choice(["lru", "lfu", "ttl:ttl=2e-8"])
     with Trace(path) as trace:
@@ -100,7 +103,7 @@ def driven(path, seed, **options):
 def served(path, seed):
     """Record a random server, with tiers or without."""
     make = (random_server, random_tiered_server, random_talks)[seed % 3]
-    server = make(Random(seed).randint)
+    server = make(Random(seed).randint)  # noqa: S311
     path.write_bytes(server.run(("fcfs", "urgent", "planning")[seed // 3 % 3]).trace)
     return path
 
@@ -156,7 +159,7 @@ def played(page, playback, rows, stride):
 
 def check(page, path, seed, window=None):
     """Compare random rows, forwards and then back and forth, with a replay."""
-    draw = Random(seed)
+    draw = Random(seed)  # noqa: S311
     playback = Playback(path) if window is None else Playback(path, window=window)
     length = len(playback.rows["kind"])
     forth = sorted(draw.choices(range(length), k=12))
@@ -227,7 +230,7 @@ def test_a_window_begins_with_what_was_there(page, tmp_path, make):
     for seed in range(24):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         times = [event.t for event in read_events(path)]
-        draw = Random(seed)
+        draw = Random(seed)  # noqa: S311
         start, end = sorted(draw.choices(times, k=2))
         window = Window(start, draw.choice([None, end + 1]), draw.choice([5, 10**6]))
         playback, uses = check(page, path, seed, window)
@@ -254,7 +257,8 @@ def test_sentences_come_out_as_they_went_in(page):
     read = page.evaluate(
         """(why) => {
           const { constructor } = kvcore.sides[0].playback;
-          const holder = Object.assign(Object.create(constructor.prototype), { requests: { why } });
+          const holder = Object.create(constructor.prototype);
+          holder.requests = { why };
           return why.uses.split("\\n").map((_, request) => holder.why(request));
         }""",
         shared,

@@ -50,7 +50,7 @@ def test_random_talks_prefetch():
     """The servers above load ahead, in time and too late."""
     counts = dict.fromkeys(("prefetched", "prefetch_hits"), 0)
     for seed in range(40):
-        run = random_talks(Random(seed).randint).run("fcfs", trace=False)  # noqa: S311
+        run = random_talks(Random(seed).randint).run("fcfs", trace=False)
         for level in run.result.cache.tiers.levels:
             for name in counts:
                 counts[name] += getattr(level.stats, name)

@@ -61,7 +61,7 @@ def test_flat_requests(name, keys, blocks):
 def test_long_flat_requests(name):
     """The same on long sequences, where the hand goes round many times."""
     for seed in range(100):
-        draw = Random(seed)  # noqa: S311 - nothing secret
+        draw = Random(seed)
         blocks = draw.randint(1, 9)
         keys = [draw.randint(0, blocks + 4) for _ in range(200)]
         plain = PLAIN[name](blocks)

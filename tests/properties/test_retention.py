@@ -117,7 +117,7 @@ def test_random_servers_compact_and_defer_it():
     """The servers above are tight enough for both, beside preemptions and hits."""
 
     def is_tight(seed):
-        server = random_server(Random(seed).randint)  # noqa: S311
+        server = random_server(Random(seed).randint)
         run = simulated(server, "urgent", partial(Eager, 9), trace=False)
         stats = run.result.cache.stats
         counts = stats.compactions, stats.deferred_compactions, stats.hit_blocks

@@ -37,7 +37,7 @@ ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
 
 def traffic(load, classes, requests=3000):
     """Yield jobs of `classes` at random: `load` times what the server can do."""
-    random, now = Random(0), 0.0  # noqa: S311
+    random, now = Random(0), 0.0
     weights = [each.weight for each in classes]
     tokens = sum(each.weight * each.output for each in classes) / sum(weights)
     for number in range(requests):

@@ -46,7 +46,7 @@ FIXED = Service(lambda _: 1, None, 1)
 
 def arrivals(service, *, seed=1, load=LOAD):
     """Yield requests whose work is `load` times what the server can do."""
-    random, now = Random(seed), 0.0  # noqa: S311
+    random, now = Random(seed), 0.0
     for number in range(REQUESTS):
         now += random.expovariate(load / SERVICE)
         output = max(ceil(service.draw(random) * TOKENS), 1)

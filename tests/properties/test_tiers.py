@@ -93,7 +93,7 @@ def test_tiers_follow_whatever_is_done_to_a_cache(size, accounting, mix):
     for seed in range(4):
         blocks = 15 * max(1, 6 // size)
         cache = KVCache(blocks, size, accounting=accounting, key_tokens=6, ids=seed % 2 == 0)
-        Tiers(cache, random_tiers(Random(seed).randint), SLOT)  # noqa: S311
+        Tiers(cache, random_tiers(Random(seed).randint), SLOT)
         Driver(cache).run(steps)  # checks integrity after every step
 
 
@@ -288,6 +288,6 @@ def test_a_tier_without_limits_is_an_endless_pool(rows, write, exclusive):
 @pytest.mark.parametrize("what", ["loaded", "swaps"])
 def test_random_servers_use_their_tiers(what):
     """The servers above are tight enough for loads and for swaps."""
-    servers = (random_tiered_server(Random(seed).randint) for seed in range(100))  # noqa: S311
+    servers = (random_tiered_server(Random(seed).randint) for seed in range(100))
     runs = (server.run("fcfs", trace=False) for server in servers)
     assert any(sum(getattr(run.result.log, what)) for run in runs)

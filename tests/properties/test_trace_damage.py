@@ -242,7 +242,7 @@ def step(rng, cache, requests, sequences, now):
 )
 def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
     """Whatever a cache is made to do, its trace replays, to its state and with its hits."""
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     count, size, key_tokens = geometry
     with Trace(damaged, seed=seed) as trace:
         cache = KVCache(

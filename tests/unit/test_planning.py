@@ -276,7 +276,7 @@ def test_requests_without_keys_are_spread():
 
 def test_one_replica_more_moves_groups_to_itself_alone():
     """A consistent hash: about one in n of them moves."""
-    draw = Random(1)  # noqa: S311 - a test
+    draw = Random(1)
     groups = [draw.getrandbits(64) for _ in range(2000)]
     for replicas in (1, 2, 7):
         pairs = [(replica_of(g, replicas), replica_of(g, replicas + 1)) for g in groups]
@@ -288,7 +288,7 @@ def test_one_replica_more_moves_groups_to_itself_alone():
 @pytest.mark.parametrize("pool", [3, 7, 12, 40])
 def test_foresight_hits_what_belady_does(pool):
     """One request at a time, it is the rule itself, block for block."""
-    draw = Random(pool)  # noqa: S311 - a test
+    draw = Random(pool)
     prompts = [[0, *(10 * draw.randrange(6) + n for n in range(1, 5))] for _ in range(80)]
     prompts = [[str(keys[: n + 1]) for n in range(5)] for keys in prompts]
     requests = [asked(number, keys) for number, keys in enumerate(prompts)]

@@ -58,7 +58,7 @@ class Fickle(Mine):
 
     def priority(self, _job, _now):
         """Return anything."""
-        return random()  # noqa: S311 - nothing secret
+        return random()
 
 
 class Drifting(Mine):

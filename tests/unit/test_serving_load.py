@@ -16,7 +16,7 @@ SERVICE = 1000
 
 def poisson(load, requests, seed=0):
     """Return times of arrival at `load` times the rate that the server can do."""
-    draw = Random(seed).expovariate  # noqa: S311
+    draw = Random(seed).expovariate
     gaps = (round(draw(load) * SERVICE) for _ in range(requests))
     return list(accumulate(gaps))
 

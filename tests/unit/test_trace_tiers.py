@@ -506,7 +506,7 @@ class Watching(Trace):
 
 def random_run(path, seed):
     """Record a server with random tiers and requests; return what the tiers held, and when."""
-    random = Random(seed)  # noqa: S311
+    random = Random(seed)
     tiers = [
         f"{random.choice(['host', 'disk'])}:memory={random.randint(4, 30) * 1000},"
         f"eviction={random.choice(['lru', 'fifo', 'lfu'])},"

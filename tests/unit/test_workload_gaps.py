@@ -29,7 +29,7 @@ def test_it_is_the_first_of_a_descent_of_odd_length(draws, gap):
 
 def test_gaps_are_exponentially_distributed():
     """The empirical distribution of 50,000 gaps lies within 1% of 1 - exp(-x)."""
-    draw = Random(1).random  # noqa: S311 - a test, not a secret
+    draw = Random(1).random
     gaps = sorted(exponential(draw) for _ in range(50_000))
     apart = (abs(rank / len(gaps) - (1 - exp(-gap))) for rank, gap in enumerate(gaps))
     assert max(apart) < 0.01

@@ -654,7 +654,7 @@ const blockCard = {
 class BlockPanel {
   constructor(app, side, { name, kind, keys }) {
     Object.assign(this, { app, side, keys, pointer: null, colouring: Colouring.of(app) });
-    this.name = app.sides.length > 1 ? `${name} of ${side.name}` : name;
+    this.name = app.titled(name, side);
     this.canvas = element("canvas", { tabindex: 0, role: "img", class: kind });
     this.note = element("p", { class: "soft note" });
     this._listen();

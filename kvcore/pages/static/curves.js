@@ -1,8 +1,5 @@
 // Curves over time: what is in the pool, hits, evictions, requests, and tiers.
 
-/** Return text in which plotly sees no markup. */
-const plain = (text) => text.replace(/[&<>]/g, (char) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[char]);
-
 /** A curve that keeps, of each of equal stretches of time, its first, last, lowest and highest value. */
 class Thinned {
   constructor(begin, end, stretches) {
@@ -240,8 +237,7 @@ class CurvesPanel {
   draw() {
     const { app } = this;
     const part = (app.time - app.begin) / Math.max(1, app.end - app.begin);
-    const quick = app.playing && performance.now() - (this.told ?? -Infinity) < 250;
-    if (!quick) this.told = performance.now();
+    const quick = app.keeps(this);
     const sides = quick ? [] : app.sides.map((side) => ({ side, lives: Lives.of(side), row: side.row }));
     for (const { clock, curves, plot, title } of this.charts) {
       clock.style.left = `calc(${CurvesPanel.LEFT}px + (100% - ${CurvesPanel.LEFT + CurvesPanel.RIGHT}px) * ${part})`;

@@ -3,22 +3,15 @@
 /** The evictions of a side that differ, with sums, so that counts up to any row are O(log). */
 class Marks {
   constructor(side) {
-    const rows = side.evictions;
     this.side = side;
-    this.all = rows;
-    this.rows = rows.filter((row) => side.differs(row));
-    const sums = (each, blocks) => {
-      let sum = 0;
-      return each.map((row) => (sum += blocks(row)));
-    };
-    this.evicted = sums(rows, (row) => side.playback.blocksOf(row));
-    this.differing = sums(this.rows, (row) => side.differs(row));
+    this.rows = side.evictions.filter((row) => side.differs(row));
+    let sum = 0;
+    this.sums = this.rows.map((row) => (sum += side.differs(row)));
   }
 
-  /** Return how many blocks were evicted up to `row`, and how many of them differ. */
+  /** Return how many blocks that differ were evicted up to `row`. */
   upTo(row) {
-    const count = (rows, sums) => sums[firstIndex(rows.length, (each) => rows[each] > row) - 1] ?? 0;
-    return { evicted: count(this.all, this.evicted), differing: count(this.rows, this.differing) };
+    return this.sums[firstIndex(this.rows.length, (each) => this.rows[each] > row) - 1] ?? 0;
   }
 }
 
@@ -92,15 +85,13 @@ class DifferencesPanel {
   draw() {
     const { app, marks } = this;
     this._band();
-    if (app.playing && performance.now() - (this.drawn ?? -Infinity) < 250) return;
-    this.drawn = performance.now();
+    if (app.keeps(this)) return;
     const both = app.about.note && !marks.some(({ rows }) => rows.length) ? null : heldByBoth(...app.sides);
     const ratios = app.sides.map(({ cache }) => (cache.lookups ? cache.hits / cache.lookups : 0));
     const totals = app.sides.map(({ contents: { totals: { hits, lookups } } }) => (lookups ? hits / lookups : 0));
     app.sides.forEach((side, number) => {
-      const { evicted, differing } = marks[number].upTo(side.row);
       const values = [
-        format.share(totals[number]), format.count(evicted), format.count(differing),
+        format.share(totals[number]), format.count(Lives.of(side).evictedAt(side.row)), format.count(marks[number].upTo(side.row)),
         both == null ? "" : format.count(side.cache.cached - both),
       ];
       values.forEach((value, column) => { this.cells[number][column].textContent = value; });
@@ -163,8 +154,8 @@ class DifferencesPanel {
     context.fillRect(0, middle - 0.5, width, 1);
     context.fillStyle = theme.colour("ink");
     context.fillRect(((width - 2) * (app.time - app.begin)) / Math.max(1, app.end - app.begin), 0, 2, DifferencesPanel.HEIGHT);
-    canvas.setAttribute("aria-label", this.marks.map(({ side, rows, all }) =>
-      `${side.name}: ${format.count(rows.length)} of ${format.counted(all.length, "eviction")} differ`).join("; "));
+    canvas.setAttribute("aria-label", this.marks.map(({ side, rows }) =>
+      `${side.name}: ${format.count(rows.length)} of ${format.counted(side.evictions.length, "eviction")} differ`).join("; "));
   }
 }
 DifferencesPanel.shared = true;

@@ -83,6 +83,12 @@ function requestButton(app, side, request, text) {
   }, text);
 }
 
+/** Return a button that goes to a row of a side; unless told, its text is the time. */
+function rowButton(app, side, row, look, ...text) {
+  const told = text.length ? text : [format.moment(side.playback.times[row])];
+  return element("button", { type: "button", class: look, title: "Go to this time", onclick: () => app.visit(side, row) }, told);
+}
+
 /** What the log can be limited to: which kinds of rows, and whether of the chosen request. */
 const FILTERS = {
   all: { title: "all events", noun: "event" },
@@ -100,7 +106,7 @@ class LogPanel {
   constructor(app, side) {
     Object.assign(this, { app, side, teller: new Teller(app, side), filter: "all", drawn: "" });
     const { playback } = side;
-    const name = app.sides.length > 1 ? `Events of ${side.name}` : "Events";
+    const name = app.titled("Events", side);
     const offered = Object.entries(FILTERS).filter(([key]) => key !== "tiers" || playback.header.tiers?.length);
     this.select = element("select", { "aria-label": "Which events", onchange: () => {
       this.filter = this.select.value;
@@ -144,15 +150,12 @@ class LogPanel {
 
   _go(by) {
     const [row] = this._some(Math.max(0, this.side.row) + by, by, 1);
-    if (row === undefined) return;
-    this.app.play(false);
-    this.app.seekRow(this.side, row);
+    if (row !== undefined) this.app.visit(this.side, row);
   }
 
   draw() {
     const { app, side } = this;
-    if (app.playing && performance.now() - (this.at ?? -Infinity) < 200) return;
-    this.at = performance.now();
+    if (app.keeps(this)) return;
     const row = Math.max(0, side.row);
     const state = [row, this.filter, FILTERS[this.filter].chosen && app.chosen?.request].join();
     if (state === this.drawn) return;
@@ -181,10 +184,7 @@ class LogPanel {
     const line = (playback.about.first ?? 0) + row + 1;
     const kind = playback.event(row).kind;
     return element("li", { "aria-current": current && "true", "data-row": row },
-      element("button", { type: "button", class: "ref go", title: "Go to this event", onclick: () => {
-        app.play(false);
-        app.seekRow(side, row);
-      } }, `${format.count(line)} `, element("span", { class: "soft" }, format.moment(playback.times[row]))),
+      rowButton(app, side, row, "ref go", `${format.count(line)} `, element("span", { class: "soft" }, format.moment(playback.times[row]))),
       element("code", {}, kind === "FORGET" ? "EVICT" : kind), element("span", {}, this.teller.says(row)));
   }
 }

@@ -45,7 +45,7 @@ function logTicks(low, high) {
 /** Return the layout of an axis over `values`. */
 function axisOf(axis, values) {
   const write = UNITS[axis.unit];
-  const made = { title: { text: escapeText(axis.title), font: { size: 12 }, standoff: 8 }, exponentformat: "none", separatethousands: true };
+  const made = { title: { text: plain(axis.title), font: { size: 12 }, standoff: 8 }, exponentformat: "none", separatethousands: true };
   if (!axis.log) return { ...made, ticksuffix: { s: " s", "%": "%" }[axis.unit] ?? "" };
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const ticks = logTicks(low, high);
@@ -53,11 +53,6 @@ function axisOf(axis, values) {
     ...made, type: "log", tickvals: ticks, ticktext: ticks.map(write),
     range: [Math.log10(low) - 0.03, Math.log10(high) + 0.03],
   };
-}
-
-/** Return text in which plotly finds no markup. */
-function escapeText(text) {
-  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
 
 /** Return names beside the ends of lines, moved apart where they would cover one another. */
@@ -75,7 +70,7 @@ function endLabels(lines, top, height) {
   const over = Math.max(0, free - LINE_HEIGHT - height);
   return labels.map(({ line, placed }) => ({
     xref: "paper", yref: "paper", x: 1, y: 0, xanchor: "left", yanchor: "middle", xshift: 4,
-    yshift: placed - over, showarrow: false, text: escapeText(line.name), font: { color: theme.colour(line.colour), size: 12 },
+    yshift: placed - over, showarrow: false, text: plain(line.name), font: { color: theme.colour(line.colour), size: 12 },
   }));
 }
 
@@ -90,7 +85,7 @@ function linesOf(part, width) {
   const annotations = part.marks.map((mark, place) => ({
     x: part.x.log ? Math.log10(mark.at) : mark.at, y: 1, yref: "paper", yanchor: "bottom", yshift: place * LINE_HEIGHT,
     xanchor: part.lines.some((line) => line.x[Math.floor(line.x.length / 2)] > mark.at) ? "left" : "right",
-    showarrow: false, text: escapeText(mark.text), font: { color: theme.colour("soft"), size: 11 },
+    showarrow: false, text: plain(mark.text), font: { color: theme.colour("soft"), size: 11 },
   }));
   const inside = part.lines.some((line) => line.label_at >= 0);
   if (wide && inside) {
@@ -98,7 +93,7 @@ function linesOf(part, width) {
       const at = line.x[line.label_at];
       annotations.push({
         x: part.x.log ? Math.log10(at) : at, y: line.y[line.label_at], xanchor: "left", yanchor: "middle", xshift: 5, showarrow: false,
-        text: escapeText(line.name), bgcolor: theme.colour("ground"), borderpad: 1, font: { color: theme.colour(line.colour), size: 12 },
+        text: plain(line.name), bgcolor: theme.colour("ground"), borderpad: 1, font: { color: theme.colour(line.colour), size: 12 },
       });
     }
   } else if (wide) {
@@ -106,7 +101,7 @@ function linesOf(part, width) {
     annotations.push(...endLabels(part.lines, top, height - margin.t - margin.b));
   }
   const traces = part.lines.map((line, place) => ({
-    name: escapeText(line.name), x: line.x, y: line.y, type: "scatter", mode: line.points ? "lines+markers" : "lines",
+    name: plain(line.name), x: line.x, y: line.y, type: "scatter", mode: line.points ? "lines+markers" : "lines",
     line: { color: theme.colour(line.colour), width: line.colour === "soft" ? 1 : 2, dash: line.dash, shape: line.step ? "hv" : "linear" },
     marker: { size: 5 }, connectgaps: false,
     fill: line.area ? (place ? "tonexty" : "tozeroy") : "none",
@@ -125,12 +120,12 @@ function linesOf(part, width) {
 
 /** Return traces and layout of a chart of horizontal bars. */
 function barsOf(part, width) {
-  const names = part.names.map(escapeText);
+  const names = part.names.map(plain);
   const most = Math.max(...part.series.flatMap((series) => series.values)) || 1;
   const room = 1 + (12 + 7.2 * Math.max(...part.series.flatMap((series) => series.texts.map((text) => text.length)))) / (width - 160);
   return {
     traces: part.series.map((series) => ({
-      type: "bar", orientation: "h", name: escapeText(series.name), y: names, x: series.values, text: series.texts.map(escapeText),
+      type: "bar", orientation: "h", name: plain(series.name), y: names, x: series.values, text: series.texts.map(plain),
       textposition: "outside", cliponaxis: false, marker: { color: theme.colour(series.colour) },
       hovertemplate: "%{y}: %{text}<extra>%{fullData.name}</extra>",
     })),

@@ -43,11 +43,10 @@ class RequestPanel {
       if (document.activeElement !== this.field || id) this.field.value = id ?? "";
       this.cards.replaceChildren(...(chosen ? app.sides.map((side) => this._card(side)) : [element("p", { class: "soft" },
         "None is chosen. Press one anywhere on the page, or type its id: then this tells its life, its blocks, and why it missed.")]));
-      this.at = null;
+      this.drawnAt = null;
     }
     this.clear.hidden = !chosen;
-    if (!chosen || (app.playing && performance.now() - (this.at ?? -Infinity) < 250)) return;
-    this.at = performance.now();
+    if (!chosen || app.keeps(this)) return;
     app.sides.forEach((side, number) => {
       const request = app.requestOn(side, chosen);
       const holder = this.cards.children[number].querySelector(".now-here");
@@ -88,10 +87,7 @@ class RequestPanel {
     const { app } = this;
     const { times, requests } = side.playback;
     const lives = Lives.of(side);
-    const go = (row) => element("button", { type: "button", class: "ref", title: "Go to this time", onclick: () => {
-      app.play(false);
-      app.seekRow(side, row);
-    } }, format.moment(times[row]));
+    const go = (row) => rowButton(app, side, row, "ref");
     const [arrived, admitted, first, finished] = ["arrived", "admitted", "first", "finished"].map((name) => lives[name][request]);
     const after = (row, since) => (since >= 0 ? [go(row), ` after ${format.duration(times[row] - times[since])}`] : [go(row)]);
     const found = [];

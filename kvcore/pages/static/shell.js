@@ -90,6 +90,9 @@ function loadCharts() {
   return chartsLoaded;
 }
 
+/** Return text in which plotly sees no markup. */
+const plain = (text) => text.replace(/[&<>]/g, (char) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[char]);
+
 /** The layout of a chart in the style of the page; `extra` is merged over it, axes too. */
 function chartLayout(extra = {}) {
   const [ink, soft, faint] = ["ink", "soft", "faint"].map(theme.colour);

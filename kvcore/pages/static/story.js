@@ -168,10 +168,7 @@ class StoryPanel {
     if (!worst.length) return element("p", {}, `No eviction of ${policy} cost a hit that the optimum has.`);
     const items = worst.map((row) => {
       const { blocks, first } = this._eviction(row);
-      const button = element("button", { type: "button", class: "go", onclick: () => {
-        app.play(false);
-        app.seekRow(side, row);
-      } }, format.moment(side.playback.times[row]));
+      const button = rowButton(app, side, row, "go");
       this.buttons.set(row, button);
       return element("li", {}, button, element("span", {},
         `${format.counted(blocks, "block")} of request ${this.id(side.playback.columns.d[row])}; request ${this.id(first.next)} wanted ` +
@@ -212,9 +209,7 @@ class StoryPanel {
   draw() {
     const { app, side } = this;
     if (!side.contents.complete) return;
-    // While it plays, numbers that nobody could read need not be drawn for each frame.
-    if (app.playing && performance.now() - (this.drawn ?? -Infinity) < 250) return;
-    this.drawn = performance.now();
+    if (app.keeps(this)) return;
     const state = outlook(side);
     this._bar(state);
     const row = side.costs.before(side.row);

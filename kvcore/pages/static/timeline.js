@@ -65,7 +65,7 @@ class TimelinePanel {
     // Sides with a clock move together.
     if (this.lives.untimed) this.window = new TimelineWindow(side);
     else this.window = app.timelineWindow ??= new TimelineWindow(side);
-    const name = app.sides.length > 1 ? `Timeline of ${side.name}` : "Timeline";
+    const name = app.titled("Timeline", side);
     const button = (text, label, press) =>
       element("button", { type: "button", title: label, "aria-label": label, onclick: press }, text);
     const zoom = (factor) => () => this._zoom(factor);
@@ -435,8 +435,7 @@ class TimelinePanel {
   _tell(seen) {
     const { app, side, lives, window } = this;
     // While it plays, numbers that nobody could read need not be written for each frame.
-    if (app.playing && performance.now() - (this.told ?? -Infinity) < 250) return;
-    this.told = performance.now();
+    if (app.keeps(this)) return;
     const row = Math.max(0, side.row);
     const counts = PHASES.map((phase, kind) => [phase, lives.countAt(kind, row)]).filter(([, count]) => count);
     const now = counts.length ? counts.map(([phase, count]) => `${format.count(count)} ${phase}`).join(", ") : "no request";

@@ -83,6 +83,11 @@ class App {
     return panel.root;
   }
 
+  /** Return the title of a panel of a side. */
+  titled(text, side) {
+    return this.sides.length > 1 ? `${text} of ${side.name}` : text;
+  }
+
   /** Draw all panels, once, before the next frame. */
   changed() {
     if (this.due) return;
@@ -107,6 +112,20 @@ class App {
       other.playback.seek(other === side ? row : other.rowLike(side, row));
     }
     this.changed();
+  }
+
+  /** Stop, and go to a row of a side: what a button does. */
+  visit(side, row) {
+    this.play(false);
+    this.seekRow(side, row);
+  }
+
+  /** Return whether a panel is to keep its numbers: while they change with each frame, nobody could read them. */
+  keeps(panel) {
+    const now = performance.now();
+    if (this.playing && now - (panel.drawnAt ?? -Infinity) < App.KEPT) return true;
+    panel.drawnAt = now;
+    return false;
   }
 
   /** Return less than 0 if `row` of a side comes before `otherRow` of another: by time, then by requests that arrived. */
@@ -176,6 +195,7 @@ class App {
     return this.requestOn(side, this.pointed ?? this.chosen);
   }
 }
+App.KEPT = 250; // ms
 
 const SPEEDS = [0.1, 1, 10, 60, 300, 1800, 10800];
 

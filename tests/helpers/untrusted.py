@@ -1,0 +1,168 @@
+"""Traces whose every string is markup, as somebody who is no friend may send them."""
+
+import msgspec
+from helpers.traces import lines, rest, seal
+from msgspec.inspect import (
+    AnyType,
+    DictType,
+    IntType,
+    ListType,
+    Metadata,
+    StrType,
+    StructType,
+    UnionType,
+    type_info,
+)
+
+from kvcore.errors import TraceError
+from kvcore.trace import check_trace
+from kvcore.trace.events import End, _struct_of
+
+EVIL = (
+    "<script>alert(1)</script></script></style></title><img src=x onerror=alert(1)><!--\"'>`"
+    "&amp;<b>{{x}}%{y}${z}\u202e\u2066\u2028\x00\x07\x1b[31m\r\n]]>" + "x" * 500
+)
+
+
+def poison(path):
+    """Put `EVIL` into every string of a trace, as far as that leaves it valid.
+
+    Which strings may be any text is read from the types of its lines. Returns those that the
+    check of a trace refuses: values, and (event, field).
+    """
+    poisoner = Poisoner()
+    poisoner.run(path)
+    return poisoner.refused
+
+
+class Poisoner:
+    """Renames strings one by one, and fills fields that a line leaves out.
+
+    Attributes:
+        refused: values and places, as (event, field), where a check wants something else.
+    """
+
+    def __init__(self):
+        """Rename nothing yet."""
+        self.refused, self.seen, self.names = set(), set(), {}
+
+    def run(self, path):
+        """Poison a trace, and write it again."""
+        found = lines(path)
+        self.each(found, self.renamed)
+        for value in sorted(self.seen):
+            self.names[value] = f"{EVIL}{len(self.names)}"
+            if not valid(path, self.each(found, self.renamed)):
+                del self.names[value]
+                self.refused.add(value)
+        found = self.each(found, self.renamed)
+        places = {(name, field) for line in found for name, field, _ in fields(line)}
+        for place in sorted(places):
+            made = self.each(found, filled, {place})
+            if valid(path, made):
+                found = made
+            else:
+                self.refused.add(place)
+        seal(path, found)
+
+    def each(self, found, change, places=None):
+        """Return lines with their fields, or those of some places, changed."""
+        made = []
+        for line in found:
+            values = {
+                field: change(kind, line.get(field))
+                for event, field, kind in fields(line)
+                if places is None or (event, field) in places
+            }
+            made.append(
+                line | {name: each for name, each in values.items() if each is not None}
+            )
+        return made
+
+    def renamed(self, kind, value):
+        """Return a value of a type with every string of it renamed that may be any text."""
+        if isinstance(kind, Metadata):
+            value = self.renamed(kind.type, value)
+        elif isinstance(kind, UnionType):
+            fits = {int: IntType, str: StrType, dict: StructType}.get(type(value), ())
+            for each in kind.types:
+                value = self.renamed(each, value) if isinstance(each, fits) else value
+        elif isinstance(value, str) and is_free(kind):
+            self.seen.add(value)
+            value = self.names.get(value, value)
+        elif isinstance(value, list) and isinstance(kind, ListType):
+            value = [self.renamed(kind.item_type, each) for each in value]
+        elif isinstance(value, dict) and isinstance(kind, DictType):
+            value = {name: self.renamed(kind.value_type, each) for name, each in value.items()}
+        elif isinstance(value, dict) and isinstance(kind, StructType):
+            kinds = {field.encode_name: field.type for field in kind.fields}
+            value = {name: self.renamed(kinds[name], each) for name, each in value.items()}
+        return value
+
+
+def fields(line):
+    """Yield event, name and type of each field that its line may have.
+
+    None of END: that counts events and has a digest, and both must be right.
+    """
+    struct = _struct_of(line)
+    for field in () if struct is End else msgspec.structs.fields(struct):
+        yield struct.__name__, field.encode_name, type_info(field.type)
+
+
+def is_free(kind):
+    """Return True if a string of a type may be any text."""
+    return isinstance(kind, AnyType) or (isinstance(kind, StrType) and kind.pattern is None)
+
+
+def filled(kind, value):
+    """Return a value of a type with a text where one may be and none is; None: nowhere."""
+    if isinstance(kind, Metadata):
+        return filled(kind.type, value)
+    if isinstance(kind, UnionType):
+        made = (filled(each, value) for each in kind.types)
+        return next((each for each in made if each is not None), None)
+    known = value if isinstance(value, dict) else {}
+    if isinstance(kind, AnyType):
+        value = known | {"name": EVIL, EVIL: [EVIL]}
+    elif is_free(kind) and value is None:
+        value = EVIL
+    elif isinstance(kind, ListType) and isinstance(kind.item_type, StructType):
+        value = value and [filled(kind.item_type, each) for each in value]
+    elif isinstance(kind, DictType) and isinstance(kind.key_type, StrType):
+        more = filled(kind.value_type, None)
+        value = known | {EVIL: 0 if more is None else more}
+    elif isinstance(kind, StructType):
+        made = {
+            each.encode_name: filled(each.type, known.get(each.encode_name))
+            for each in kind.fields
+        }
+        value = known | {name: each for name, each in made.items() if each is not None}
+    return value
+
+
+def valid(path, found):
+    """Write lines as a trace, and return True if it could have happened."""
+    try:
+        return check_trace(seal(path, found)).complete
+    except TraceError:
+        return False
+
+
+def turned_away(path):
+    """Record tiers, and a request that is too large."""
+    first, *others = lines(rest(path))
+    huge = {"id": "huge", "prompt": 400, "output": 1, "keys": [], "key_tokens": 4}
+    why = {"request": "huge", "why": "too large"}
+    more = [{"t": 0, "event": "REQUEST"} | huge, {"t": 0, "event": "REJECT"} | why]
+    return seal(path, [first, *more, *others])
+
+
+def recovered(path):
+    """Write a run on tensors that found a block in a tier, and did nothing."""
+    header = lines(rest(path))[0]
+    tier = header["tiers"][1]
+    tier["recovered"] = 1
+    line = {"t": 0, "event": "RECOVER", "tier": tier["tier"], "request": "old"}
+    line |= {"keys": [1], "first": 0, "blocks": 1}
+    return seal(path, [header | {"mode": "wall", "executor": "run"}, line])
