@@ -106,6 +106,7 @@ class DifferencesPanel {
     const first = marks.map(({ side, rows }) => (rows.length ? side.playback.times[rows[0]] : Infinity));
     if (Math.min(...first) === Infinity) return app.about.note ? "" : "Both evict the same blocks for the same requests.";
     const ahead = (values) => {
+      if (format.share(values[0]) === format.share(values[1])) return "both have hit as much";
       const [name, points] = values[1] >= values[0] ? [right.name, values[1] - values[0]] : [left.name, values[0] - values[1]];
       return `${name} is ${(100 * points).toFixed(1)} points of the hit ratio ahead`;
     };

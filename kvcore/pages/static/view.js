@@ -238,7 +238,7 @@ class Controls {
       this.toggle,
       button("◂", "One event back (left arrow)", () => { app.play(false); app.stepBack(); }),
       button("▸", "One event on (right arrow)", () => { app.play(false); app.stepForward(); }),
-      element("label", {}, this.when, " s"), this.speed, this.scrubber, this.row,
+      element("label", {}, this.when, " s"), element("label", {}, "speed ", this.speed), this.scrubber, this.row,
     );
     document.addEventListener("keydown", (event) => this._key(event));
   }
@@ -286,10 +286,11 @@ class Counts {
     this.cells = app.sides.map((side) =>
       names.map((name) => element("td", { class: "number", id: `count-${side.number}-${name.replaceAll(" ", "-")}` })));
     const titles = ["", "free blocks", "cached", "private", "spans", "hit ratio so far"];
+    const meant = { spans: "Runs of cached blocks that are used together: bars of the prefix tree" };
     this.root = element("div", { class: "scroll" }, element("table", { id: "counts" },
       element("caption", { class: "hidden" }, "The pool at this time"),
       element("thead", {}, element("tr", {}, titles.map((title) =>
-        element("th", { scope: "col", class: title && "number" }, title)))),
+        element("th", { scope: "col", class: title && "number", title: meant[title] }, title)))),
       element("tbody", {}, app.sides.map((side, number) =>
         element("tr", {}, element("th", { scope: "row" }, side.name), this.cells[number])))));
   }
