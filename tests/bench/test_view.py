@@ -105,7 +105,7 @@ def _look(file: Path) -> tuple[int, str]:
         page.wait_for_selector("body[data-ready]", timeout=READY_S * 1000)
         page.wait_for_selector("#curves[data-drawn]", timeout=READY_S * 1000)
         painted, ready = page.evaluate(PAINTED)
-        draw = Random(0)  # noqa: S311 - times, not secrets
+        draw = Random(0)
         seeks = sorted(page.evaluate(SEEK, [draw.random() for _ in range(SEEKS)]))
         rate = page.evaluate(PLAY)
         lines = page.evaluate("() => kvcore.sides[0].playback.length")

@@ -78,7 +78,7 @@ def page(tmp_path_factory):
 
 def driven(path, seed, **options):
     """Record random calls to a cache, among them forks, rollbacks, compactions, a window."""
-    draw = Random(seed)  # noqa: S311
+    draw = Random(seed)
     mix = (EVEN, FORKS, COMPACTIONS)[seed % 3]
     if seed % 4 == 0:
         options["retention"] = Recent(tokens=9)
@@ -103,7 +103,7 @@ def driven(path, seed, **options):
 def served(path, seed):
     """Record a random server, with tiers or without."""
     make = (random_server, random_tiered_server, random_talks)[seed % 3]
-    server = make(Random(seed).randint)  # noqa: S311
+    server = make(Random(seed).randint)
     path.write_bytes(server.run(("fcfs", "urgent", "planning")[seed // 3 % 3]).trace)
     return path
 
@@ -159,7 +159,7 @@ def played(page, playback, rows, stride):
 
 def check(page, path, seed, window=None):
     """Compare random rows, forwards and then back and forth, with a replay."""
-    draw = Random(seed)  # noqa: S311
+    draw = Random(seed)
     playback = Playback(path) if window is None else Playback(path, window=window)
     length = len(playback.rows["kind"])
     forth = sorted(draw.choices(range(length), k=12))
@@ -230,7 +230,7 @@ def test_a_window_begins_with_what_was_there(page, tmp_path, make):
     for seed in range(24):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         times = [event.t for event in read_events(path)]
-        draw = Random(seed)  # noqa: S311
+        draw = Random(seed)
         start, end = sorted(draw.choices(times, k=2))
         window = Window(start, draw.choice([None, end + 1]), draw.choice([5, 10**6]))
         playback, uses = check(page, path, seed, window)
