@@ -37,7 +37,8 @@ from kvcore.units import parse_seconds, parse_window
 @click.option(
     "--at",
     metavar="SECONDS",
-    help="Time of the trace at which the page opens.  [default: the eviction that cost most]",
+    help="Time of the trace at which the page opens; beyond the end, it is the end.  "
+    "[default: the eviction that cost most]",
 )
 @click.option(
     "--events",

@@ -40,16 +40,18 @@ class Told:
         self.ratio = header["key_tokens"] // self.size
         self.whole = header["count"] == "keys"
         self.keys, self.lookup, self.hit, self.admissions = {}, {}, {}, {}
-        for _ in self.cached():
+        self._users = {}  # by how many requests are still to come
+        self.evictions = []
+        for _ in self.cached(self.evictions.append):
             pass
 
     def prompt(self, request):
         """Return the contents of a prompt, by position."""
         return [(key, part) for key in self.keys[request] for part in range(self.ratio)]
 
-    def cached(self):
-        """Yield the contents that are cached after each line."""
-        self.evictions, owner, table, content = [], {}, {}, {}
+    def cached(self, evicted=id):
+        """Yield the contents that are cached after each line; `evicted` gets evictions."""
+        owner, table, content = {}, {}, {}
         for number, line in enumerate(self.lines):
             kind = line["event"]
             if kind == "REQUEST":
@@ -72,19 +74,19 @@ class Told:
                     content[table[line["seq"]][place]] = prompt[place]
             elif kind == "EVICT" and line["scope"] == "cache":
                 gone = [content.pop(block) for block in blocks_of(line["runs"])]
-                self.evictions.append(Eviction(number, gone, line))
+                evicted(Eviction(number, gone, line))
             yield content.values()
 
     def users(self, row):
         """Return of each content the first request after a row that looks it up, and where."""
-        users = {}
-        for request, admitted in self.admissions.items():
-            if admitted <= row:
-                continue
-            prompt = self.prompt(request)
-            for place in range(self.lookup[request]):
-                users.setdefault(prompt[place], (request, place))
-        return users
+        later = [request for request, admitted in self.admissions.items() if admitted > row]
+        if len(later) not in self._users:
+            users = self._users[len(later)] = {}
+            for request in later:
+                prompt = self.prompt(request)
+                for place in range(self.lookup[request]):
+                    users.setdefault(prompt[place], (request, place))
+        return self._users[len(later)]
 
 
 def differing(left, right):

@@ -30,6 +30,8 @@ class DifferencesPanel {
   constructor(app) {
     this.app = app;
     this.marks = app.sides.map((side) => new Marks(side));
+    this.all = this.marks.flatMap(({ side, rows }) => rows.map((row) => ({ side, row })))
+      .sort((one, other) => app.order(one.side, one.row, other.side, other.row) || one.row - other.row);
     this.canvas = element("canvas", { id: "differences", role: "img", height: DifferencesPanel.HEIGHT });
     this.canvas.addEventListener("click", (event) => {
       app.play(false);
@@ -64,16 +66,20 @@ class DifferencesPanel {
 
   /** Go to the next (1) or the last (-1) eviction that differs, of whichever side it is. */
   go(way) {
-    const { app } = this;
+    const { app, at, all } = this;
     app.play(false);
-    let best = null;
-    for (const { side, rows } of this.marks) {
-      const after = firstIndex(rows.length, (each) => rows[each] > side.row);
-      const row = way > 0 ? rows[after] : rows[rows[after - 1] === side.row ? after - 2 : after - 1];
-      if (row === undefined) continue;
-      if (!best || way * app.order(side, row, best.side, best.row) < 0) best = { side, row };
-    }
-    if (best) app.seekRow(best.side, best.row);
+    // Both sides may have evicted for one request. Where a key has led to one, the state of the
+    // other side does not tell which of its own have been visited.
+    const known = at && app.time === at.time && at.rows.every((row, number) => row === app.sides[number].row);
+    const future = all.findIndex(({ side, row }) => row > side.row);
+    const after = future < 0 ? all.length : future;
+    const last = all[after - 1];
+    const here = last && last.side.row === last.row && last.side.playback.times[last.row] === app.time;
+    const place = known ? at.place + way : way > 0 ? after : after - (here ? 2 : 1);
+    const next = all[place];
+    if (!next) return;
+    app.seekRow(next.side, next.row);
+    this.at = { ...next, place, time: app.time, rows: app.sides.map(({ row }) => row) };
   }
 
   draw() {

@@ -147,7 +147,7 @@ class StoryPanel {
       " This run had a clock; the optimum replays its requests one after another, in the order of their first admission.";
     const told = [
       `${policy} hit ${format.share(costs.ratio)} of the blocks that requests looked up. The optimum, which knows ` +
-      `all requests to come, hits ${format.share(costs.optimum)} in a pool of this size.${clock}`,
+      `all requests to come, hits ${costs.ratio === costs.optimum ? "as much" : format.share(costs.optimum)} in a pool of this size.${clock}`,
     ];
     if (sums.evicted) {
       const again = (sums.evicted - sums.dead) / sums.evicted;
@@ -221,7 +221,7 @@ class StoryPanel {
     const { cache } = this.side;
     const parts = [
       ["grey", dead, "cached, and nobody asks for it again"],
-      ["orange", late, "asked for again, but so late that the optimum has evicted it"],
+      ["yellow", late, "asked for again, a miss of the optimum too"],
       ["blue", held, "asked for again, and the optimum has it too"],
       ["green", cache.private, "private to running requests"],
       ["faint", cache.free, "free"],

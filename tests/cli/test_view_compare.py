@@ -1,0 +1,295 @@
+"""The page of two traces: which evictions differ, what they cost, and where it opens."""
+
+from itertools import islice
+
+import pytest
+from helpers.browser import tab, until
+from helpers.commands import run_here
+from helpers.evictions import Told, differing
+
+from kvcore.analysis import explain
+from kvcore.cli import main as frame
+from kvcore.pages import view_page
+from kvcore.pages.differences import find_differences
+from kvcore.pages.playback import Playback
+from kvcore.units import NS_PER_S
+
+SERVED = (
+    "compare",
+    "zipf:requests=200,rate=3,prefixes=25,prefix_tokens=128,suffix_tokens=32,output_tokens=24",
+    *("--block-size", "16", "--blocks", "60", "--accounting", "tokens"),
+)
+POLICIES = ("lru", "lookahead:requests=all")
+
+MARKED = """() => kvcore.sides.map((side) =>
+  Object.fromEntries(side.evictions.map((row) => [row, side.differs(row)])
+    .filter(([, blocks]) => blocks)))"""
+
+BAND = """() => {
+  const { marks, columns } = kvcore.panels.find((panel) => panel.marks);
+  const sum = (column) => column.reduce((all, each) => all + each, 0);
+  return [marks.map(({ rows }) => rows), columns.map(sum)];
+}"""
+
+ONLY_HERE = """() => kvcore.sides.map((side) => {
+  const { teller } = kvcore.panels.find((panel) => panel.teller && panel.side === side);
+  return side.evictions.filter((row) => /only here$/.test(teller.says(row).at(-1)));
+})"""
+
+WALK = """(key) => {
+  const found = [];
+  for (let before = null; ; ) {
+    document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    const [differing] = [kvcore.panels.find((panel) => panel.marks).at];
+    const now = differing && `${differing.side.number} ${differing.row}`;
+    if (!now || now === before) return found;
+    if (differing.side.row !== differing.row) return "not there";
+    found.push([differing.side.number, differing.row]);
+    before = now;
+  }
+}"""
+
+STEPS = """(steps) => {
+  const found = [];
+  kvcore.seek(-1);
+  for (const { playback } of kvcore.sides) playback.seek(-1);
+  for (let step = 0; step < steps; step++) {
+    kvcore.stepForward();
+    found.push([...kvcore.sides.map((side) => side.row), kvcore.time]);
+  }
+  return found;
+}"""
+
+FIGURES = """(time) => {
+  kvcore.seek(time);
+  for (const panel of kvcore.panels) panel.draw();
+  return [...document.querySelectorAll("#figures tbody tr")].map((line) =>
+    [...line.querySelectorAll("td")].map((cell) => cell.textContent));
+}"""
+
+STORY = """([side, row]) => {
+  kvcore.seekRow(kvcore.sides[side], row);
+  for (const panel of kvcore.panels) panel.draw();
+  const [story] = [document.querySelectorAll(".story")[side]];
+  const part = (item) => {
+    const number = item.querySelector("b").textContent;
+    return [item.textContent.slice(number.length + 1), Number(number.replaceAll(",", ""))];
+  };
+  return { now: story.querySelector(".now").textContent, whole: story.textContent,
+    pool: Object.fromEntries([...story.querySelectorAll(".outlook-parts li")].map(part)) };
+}"""
+
+DEAD = "cached, and nobody asks for it again"
+LATE = "asked for again, but so late that the optimum has evicted it"
+HELD = "asked for again, and the optimum has it too"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder for traces and pages."""
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def files(folder):
+    """Return the traces of two policies that served the same requests."""
+    found = []
+    for policy in POLICIES:
+        found.append(folder / f"{policy.partition(':')[0]}.jsonl")
+        assert frame.run([*SERVED, "--eviction", policy, "--trace", str(found[-1])]) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def sides(files):
+    """Return what the lines of both traces say."""
+    return [Told(file) for file in files]
+
+
+@pytest.fixture(scope="module")
+def page(browser, folder, files):
+    """Return the page of both, opened once; it must not complain or fetch anything."""
+    file = folder / "page.html"
+    file.write_bytes(view_page(files))
+    with tab(browser) as found:
+        yield found.open(file)
+        assert (found.complaints, found.requests) == ([], [])
+
+
+@pytest.fixture(scope="module")
+def marks(sides):
+    """Return of both sides the rows that differ, with how many of their blocks do."""
+    left, right = sides
+    return [differing(left, right), differing(right, left)]
+
+
+def test_exactly_the_differing_evictions_are_marked(page, files, sides, marks):
+    """Page, band, log and Python have the rows and blocks that a count by block ids finds."""
+    assert all(
+        0 < len(mark) < len(side.evictions) for mark, side in zip(marks, sides, strict=True)
+    )
+    columns = find_differences(*map(Playback, files)).blocks
+    assert [{at: n for at, n in enumerate(column) if n} for column in columns] == marks
+    assert page.evaluate(MARKED) == [
+        {str(row): blocks for row, blocks in mark.items()} for mark in marks
+    ]
+    page.evaluate("() => { kvcore.seek(0); for (const panel of kvcore.panels) panel.draw(); }")
+    rows, drawn = page.evaluate(BAND)
+    assert rows == [sorted(mark) for mark in marks]
+    assert drawn == [sum(mark.values()) for mark in marks]
+    assert page.evaluate(ONLY_HERE) == rows
+
+
+def test_keys_go_to_each_difference_in_one_order(page, sides, marks):
+    """`d` visits all of both sides, by time, then by requests that arrived; `D` goes back."""
+
+    def place(each):
+        lines = sides[each[0]].lines[: each[1] + 1]
+        return lines[-1]["t"], sum(line["event"] == "REQUEST" for line in lines), *each
+
+    expected = sorted(((at, row) for at in (0, 1) for row in marks[at]), key=place)
+    page.evaluate("() => kvcore.seek(kvcore.begin)")
+    assert [tuple(each) for each in page.evaluate(WALK, "d")] == expected
+    assert [tuple(each) for each in page.evaluate(WALK, "D")] == expected[-2::-1]
+    page.locator("#difference-next").click()
+    until(page, f"() => kvcore.sides[{expected[1][0]}].row === {expected[1][1]}")
+
+
+def test_both_sides_step_locked_in_time(page, sides):
+    """Each step takes one line, the earliest that is left, of whichever side; then none is."""
+    lines = [side.lines for side in sides]
+    rows, times = [-1, -1], []
+    for *now, time in page.evaluate(STEPS, sum(map(len, lines))):
+        (moved,) = [at for at in (0, 1) if now[at] != rows[at]]
+        rows[moved] += 1
+        assert now == rows
+        assert time == lines[moved][rows[moved]]["t"]
+        times.append(time)
+    assert times == sorted(times)
+    assert rows == [len(each) - 1 for each in lines]
+
+
+def test_figures_are_those_of_the_lines(page, sides, marks):
+    """At six times: blocks evicted and differing so far, and cached by this side alone."""
+    last = sides[0].lines[-1]["t"]
+    for part in (0, 5, 2, 4, 1, 3):
+        time = last * part // 5
+        cached, expected = [], []
+        for side in sides:
+            row = max(n for n, line in enumerate(side.lines) if line["t"] <= time)
+            cached.append(set(next(islice(side.cached(), row, None))))
+        for number, side in enumerate(sides):
+            past = [each for each in side.evictions if each.line["t"] <= time]
+            evicted = sum(len(each.contents) for each in past)
+            differ = sum(marks[number][each.row] for each in past)
+            only = len(cached[number] - cached[1 - number])
+            expected.append([f"{evicted:,}", f"{differ:,}", f"{only:,}"])
+        assert [figures[1:] for figures in page.evaluate(FIGURES, time)] == expected
+
+
+def losses(side, explanation, eviction):
+    """Return what became of the blocks of an eviction: dead, and by request what it missed."""
+    users = side.users(eviction.row)
+    dead, missed, policy = 0, {}, 0
+    for content in eviction.contents:
+        if content not in users:
+            dead += 1
+            continue
+        request, place = users[content]
+        if place >= side.hit[request]:
+            missed[request] = missed.get(request, 0) + 1
+            policy += place < explanation.requests[request].optimum // side.size
+    return dead, missed, policy
+
+
+def test_stories_have_the_numbers_of_the_lines(page, files, sides):
+    """Of some evictions of `lru`: blocks, idle time, who missed them when, the optimum."""
+    side, explanation = sides[0], explain(files[0])
+    order = list(side.admissions)
+    for eviction in side.evictions[::20]:
+        line, count = eviction.line, len(eviction.contents)
+        dead, missed, policy = losses(side, explanation, eviction)
+        told = page.evaluate(STORY, [0, eviction.row])
+        now = told["now"]
+        assert f"lru evicted {counted(count, 'block')} of request " in now
+        assert f"to make room for request {line['for']}." in now
+        if dead == count:
+            assert "No later request asked for them: this eviction cost nothing." in now
+        if policy:
+            kept = "them" if policy == count else f"{policy:,} of them"
+            assert f"and kept {kept}." in now
+        if len(missed) == 1:
+            ((request, blocks),) = missed.items()
+            wanted = "them" if blocks == count else f"{blocks:,} of them"
+            assert f"Request {request} wanted {wanted} " in now
+            assert f": {counted(blocks * side.size, 'token')}, at least " in now
+            later = [each for each in order if side.admissions[each] > eviction.row]
+            between = later.index(request)
+            assert (f"after {counted(between - 1, 'other request')}, and had" in now) == (
+                between > 1
+            )
+        check_pool(told["pool"], side, explanation, eviction.row)
+
+
+def counted(number, what):
+    """Return a number and what it counts."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def check_pool(shown, side, explanation, row):
+    """Compare the pool by what becomes of it."""
+    users, pool = side.users(row), {DEAD: 0, LATE: 0, HELD: 0}
+    for content in next(islice(side.cached(), row, None)):
+        request, place = users.get(content, (None, None))
+        if request is None:
+            pool[DEAD] += 1
+        else:
+            held = place < explanation.requests[request].optimum // side.size
+            pool[HELD if held else LATE] += 1
+    assert {name: shown.get(name, 0) for name in pool} == pool
+
+
+def test_the_whole_story_adds_up(page, files, sides):
+    """Blocks evicted, and of those what was asked for again, are sums over all evictions."""
+    side, explanation = sides[0], explain(files[0])
+    told = page.evaluate(STORY, [0, side.evictions[0].row])["whole"]
+    all_of = [losses(side, explanation, each) for each in side.evictions]
+    evicted = sum(len(each.contents) for each in side.evictions)
+    policy = sum(each[2] for each in all_of)
+    missed = sum(sum(each[1].values()) for each in all_of)
+    again = evicted - sum(each[0] for each in all_of)
+    assert f"lru evicted {evicted:,} blocks." in told
+    assert f"asked again for {100 * again / evicted:.1f}% of them: " in told
+    assert f" {policy:,} missed although the optimum would have had them" in told
+    assert f" {missed - policy:,} that the optimum would not have had either" in told
+
+
+def test_the_page_opens_at_the_costliest_eviction(browser, folder, files, sides, page):
+    """It is the first that cost most hits of the optimum; `--at` opens elsewhere."""
+    del page  # it has made the file
+    explanations = [explain(file) for file in files]
+    costs = [
+        (losses(side, explanation, each)[2], -number, -each.row)
+        for number, (side, explanation) in enumerate(zip(sides, explanations, strict=True))
+        for each in side.evictions
+    ]
+    _, number, row = max(costs)
+    with tab(browser) as found:
+        opened = found.open(folder / "page.html")
+        assert opened.evaluate("(at) => kvcore.sides[at].row", -number) == -row
+        for seconds, time in (("12.5", 12.5 * NS_PER_S), ("1e6", sides[0].lines[-1]["t"])):
+            file = folder / f"{seconds}.html"
+            assert run_here("view", files[0], "--at", seconds, "-o", file).returncode == 0
+            assert found.open(file).evaluate("() => kvcore.time") == time
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [("soon", "expected a number of seconds"), ("-3", "'-3'"), ("1e99", "too large")],
+)
+def test_a_time_that_is_none_is_refused(files, tmp_path, at, said):
+    """The error says what was asked; there is no page."""
+    done = run_here("view", files[0], "--at", at, "-o", tmp_path / "page.html")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == []

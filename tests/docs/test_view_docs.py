@@ -1,0 +1,64 @@
+"""What the docs quote from the page of the bundled trace is what the page says, and true."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers.browser import tab
+from helpers.evictions import Told
+
+from kvcore.analysis import explain
+from kvcore.cli.main import run
+
+GUIDE = Path(__file__).parents[2] / "docs/how-to/see-why-a-policy-loses.md"
+COMMAND = re.compile(r"^\$ kvcore (.*)$", re.MULTILINE)
+QUOTE = re.compile(r"^> (.*)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Run the commands of the guide, which replay the bundled trace twice: some ten seconds."""
+    folder = tmp_path_factory.mktemp("guide")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command in COMMAND.findall(GUIDE.read_text()):
+            assert run(command.split()) == 0
+    return folder
+
+
+def test_the_page_says_what_is_quoted(browser, folder):
+    """Where it opens, each quoted sentence stands there as it is."""
+    with tab(browser) as found:
+        page = found.open(folder / "page.html")
+        said = page.evaluate("() => document.querySelector('main').textContent")
+        assert (found.complaints, found.requests) == ([], [])
+    quotes = QUOTE.findall(GUIDE.read_text())
+    assert len(quotes) == 5
+    for quote in quotes:
+        assert quote in said
+
+
+def test_what_is_quoted_is_so(folder):
+    """The numbers of the eviction at 990 s, from the ids of blocks in the lines."""
+    side = Told(folder / "lru.jsonl.gz")
+    explanation = explain(folder / "lru.jsonl.gz")
+    (eviction,) = [
+        each
+        for each in side.evictions
+        if each.line["for"] == 3003 and len(each.contents) == 215  # as is quoted
+    ]
+    line, users = eviction.line, side.users(eviction.row)
+    assert (line["t"], line["age"]) == (990 * 10**9, 81 * 10**9)
+    assert {users[content][0] for content in eviction.contents} == {4809}
+    places = [users[content][1] for content in eviction.contents]
+    assert side.hit[4809] <= min(places)
+    held = explanation.requests[4809].optimum // side.size
+    assert sum(place < held for place in places) == 214
+    order = list(side.admissions)
+    assert order.index(4809) - order.index(3003) - 1 == 1805
+    admitted = side.lines[side.admissions[4809]]
+    assert admitted["t"] - line["t"] == pytest.approx(546 * 10**9, abs=10**9)
+    for row, cached in enumerate(side.cached()):
+        if row == eviction.row:
+            assert (len(cached), sum(each not in users for each in cached)) == (5785, 4107)
+            break
