@@ -30,9 +30,9 @@ def view_page(
 ) -> bytes:
     """Return a page that plays one trace, or two side by side.
 
-    Takes about 30 µs a line, and memory for all of the trace: 1 to 1.6 kB a line. The page opens
-    at the time `at` (ns); None: at the eviction that cost most. `notify` is called with what of
-    the traces is not in the page, which also says it itself.
+    Takes about 30 µs a line, and memory for all of the trace: up to 1.6 kB a line. The page
+    opens at the time `at` (ns); None: at the eviction that cost most. `notify` is called with
+    what of the traces is not in the page, which also says it itself.
 
     Raises:
         InputError: a file cannot be opened, or has no line in the window.
