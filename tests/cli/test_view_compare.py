@@ -80,7 +80,7 @@ STORY = """([side, row]) => {
 }"""
 
 DEAD = "cached, and nobody asks for it again"
-LATE = "asked for again, but so late that the optimum has evicted it"
+LATE = "asked for again, a miss of the optimum too"
 HELD = "asked for again, and the optimum has it too"
 
 
