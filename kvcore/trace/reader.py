@@ -107,7 +107,8 @@ class TraceReader(SealedReader["Event"]):
             except ValueError as error:
                 self.fail(f"{event.event}: {error}")
         if builder is None:
-            self.fail("there is no HEADER, so nothing can be told of what follows")
+            self.require_complete()
+        assert builder is not None  # A complete trace has a HEADER.
         return builder
 
     def _parse(self, raw: bytes) -> Event:
