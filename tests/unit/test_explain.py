@@ -312,7 +312,7 @@ def test_a_line_that_cannot_be_is_refused_with_its_place(file):
 def test_an_empty_file_is_no_trace(file):
     """Without a HEADER there is nothing to explain."""
     file.write_bytes(b"")
-    with pytest.raises(TraceError, match="no HEADER"):
+    with pytest.raises(TraceError, match="is empty, without END"):
         explain(file)
 
 

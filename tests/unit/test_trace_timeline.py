@@ -116,7 +116,7 @@ def test_a_trace_without_requests(tmp_path):
 def test_an_empty_file_is_refused(tmp_path):
     """There is nothing to draw."""
     (tmp_path / "run.jsonl").write_bytes(b"")
-    with pytest.raises(TraceError, match="no HEADER"):
+    with pytest.raises(TraceError, match="is empty, without END"):
         Timeline.read(tmp_path / "run.jsonl")
 
 
