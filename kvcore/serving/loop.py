@@ -32,6 +32,7 @@ from kvcore.serving.latency import (
     Executor,
     LatencyModel,
     LinearPiece,
+    StepResult,
     StepWork,
     decode_lines,
 )
@@ -382,6 +383,9 @@ class ServingLoop:
         # By number of jobs: a latency model is asked once for each.
         self._lines: dict[int, Sequence[LinearPiece]] = {}
         self._no_pairs = (0,) * len(windows)
+        # What was computed or jumped over, of a step that has begun and not ended.
+        self._computed: StepResult | None = None
+        self._jumped: tuple[int, int] | None = None
         self._is_plain = windows == (None,)
 
     def run(self) -> None:
@@ -391,27 +395,35 @@ class ServingLoop:
             InputError: the workload is out of order, or its sessions do not close.
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
-        batcher, batch, arrivals = self.batcher, self.batch, self._arrivals
-        tree = self._cache.tree
         while True:
-            now = self.clock_ps // PS_PER_NS
-            pins = tree.pins
-            if pins and pins.next_end <= now:
-                pins.end(now)
-                batcher.computed()
-            if arrivals.next_at <= now:
-                self._take_arrivals(now)
-            if batcher.plan(now):
-                self._planned(now)
-            if arrivals.prefetch_at <= now:
-                self._prefetch(now)
-            if batcher.chunks:
-                self._prefill_step()
-            elif batch.size:
-                self._decode_steps()
+            if self.begin():
+                self.end()
             elif not self._wait():
                 break
-        arrivals.check_all_came()
+        self._arrivals.check_all_came()
+
+    def begin(self) -> bool:
+        """Take what has come, and plan the next step; return False if there is none to run."""
+        batcher, arrivals = self.batcher, self._arrivals
+        now = self.clock_ps // PS_PER_NS
+        pins = self._cache.tree.pins
+        if pins and pins.next_end <= now:
+            pins.end(now)
+            batcher.computed()
+        if arrivals.next_at <= now:
+            self._take_arrivals(now)
+        if batcher.plan(now):
+            self._planned(now)
+        if arrivals.prefetch_at <= now:
+            self._prefetch(now)
+        return bool(batcher.chunks or self.batch.size)
+
+    def end(self) -> None:
+        """Run the step that was begun, or the steps up to the next event, to their end."""
+        if self.batcher.chunks:
+            self._prefill_step()
+        else:
+            self._decode_steps()
 
     def fragmentation(self) -> Fragmentation | None:
         """Return what the memory was used for; None, since this loop does not measure it."""
@@ -429,26 +441,30 @@ class ServingLoop:
         arrivals = self._arrivals
         while arrivals.next_at <= now:
             at, request = arrivals.take()
-            self._serial += 1
-            job = Job(
-                request,
-                self._serial,
-                at,
-                self.steps,
-                request.prompt_tokens,
-                request.slo or self.log.slo,
-                output_tokens=request.output_tokens,
-            )
-            if self._cache.trace is not None:
-                self._cache.announce(request, at)
-            if request.prompt_tokens:
-                why = self.allocator.never_fits(request)
-            else:
-                why = "its prompt is empty"
-            if why:
-                self._reject(job, why, at)
-            else:
-                self.batcher.queue(job, at)
+            self._arrive(request, at, at)
+
+    def _arrive(self, request: Request, now: int, arrival: int) -> None:
+        """Queue a request that its client sent at `arrival` (ns), or reject it."""
+        self._serial += 1
+        job = Job(
+            request,
+            self._serial,
+            arrival,
+            self.steps,
+            request.prompt_tokens,
+            request.slo or self.log.slo,
+            output_tokens=request.output_tokens,
+        )
+        if self._cache.trace is not None:
+            self._cache.announce(request, now)
+        if request.prompt_tokens:
+            why = self.allocator.never_fits(request)
+        else:
+            why = "its prompt is empty"
+        if why:
+            self._reject(job, why, now)
+        else:
+            self.batcher.queue(job, now)
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request that announced it, unless it is here already."""
@@ -488,57 +504,51 @@ class ServingLoop:
             raise PolicyError(msg)
         return False
 
+    def _compute(self) -> StepResult:
+        """Run the step that is planned, or compute how long it takes."""
+        batch, chunks = self.batch, self.batcher.chunks
+        decodes = batch.size > 0 and (self._mixed or not chunks)
+        work = self._work(chunks, decodes=decodes)
+        return self._executor.run(work, chunks, batch if decodes else ())
+
     def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
         batch, chunks = self.batch, self.batcher.chunks
-        decodes = self._mixed and batch.size > 0
-        work = self._work(chunks, decodes=decodes)
-        took_ps, ended, named = self._executor.run(work, chunks, batch if decodes else ())
+        decoding = batch.size if self._mixed else 0
+        took_ps, ended, named = self._computed or self._compute()
+        self._computed = None
         if ended:
             self._cut_short(ended)
-        if decodes:
+        if decoding:
             batch.advance(self.clock_ps, ((took_ps, 0, 1),))
-        now = self._pass(1, took_ps, work.prefill, work.decode, named)
+        prefill = sum([tokens for _, tokens in chunks])
+        now = self._pass(1, took_ps, prefill, decoding, named)
         for job, tokens in chunks:
             assert job.seq is not None
             job.computed += tokens
             self._cache.commit(job.seq, tokens, now)
-        if batch.committing and decodes:
+        if batch.committing and decoding:
             self._commit(now)
         prefilled = [job for job, _ in chunks if job.computed == job.target]
         self.batcher.computed(prefilled)
         done = [job for job in prefilled if self._prefill_done(job, now)]
-        if decodes:
+        if decoding:
             done += batch.pop_finished()
         if done:
             self._finish(done, now)
 
     def _decode_steps(self) -> None:
         """Run decode steps up to the next event: one jump."""
-        batch = self.batch
+        batch, tokens = self.batch, self.batch.size
         named: Sequence[tuple[Job, Sequence[Key]]] = ()
         if self._jumps:
-            lines = self._lines.get(batch.size)
-            if lines is None:
-                lines = decode_lines(self._executor.latency, batch.size)
-                self._lines[batch.size] = lines
-            event = min(self._arrivals.next_at, self._arrivals.prefetch_at)
-            if self.batcher.timers:
-                event = min(event, self.batcher.timers[0][0])
-            if self.batcher.loads:
-                event = min(event, self.batcher.loads[0][0])
-            pins = self._cache.tree.pins
-            if pins:
-                event = min(event, pins.next_end)
-            event_ps = event * PS_PER_NS if event < NEVER else None
-            tokens = batch.size
-            steps, took_ps = self.allocator.jump(lines, self.clock_ps, event_ps)
+            steps, took_ps = self._jumped or self._jump(NEVER)
+            self._jumped = None
         else:
-            work = StepWork(0, self._no_pairs, batch.size, tuple(batch.context))
-            took_ps, ended, named = self._executor.run(work, (), batch)
+            took_ps, ended, named = self._computed or self._compute()
+            self._computed = None
             if ended:
                 self._cut_short(ended)
-            tokens = batch.size
             steps, took_ps = batch.advance(self.clock_ps, ((took_ps, 0, 1),))
         now = self._pass(steps, took_ps, 0, tokens * steps, named)
         self.batcher.without_progress = 0
@@ -547,6 +557,30 @@ class ServingLoop:
         done = batch.pop_finished()
         if done:
             self._finish(done, now)
+
+    def _jump(self, until: int) -> tuple[int, int]:
+        """Run decode steps up to the next event, at most to the first that ends at `until`."""
+        lines, event = self._foreseen()
+        event = min(event, until)
+        event_ps = event * PS_PER_NS if event < NEVER else None
+        return self.allocator.jump(lines, self.clock_ps, event_ps)
+
+    def _foreseen(self) -> tuple[Sequence[LinearPiece], int]:
+        """Return the time of a decode step, by context, and when (ns) the next event is.
+
+        Only events that no step brings about are known of; NEVER: there is none.
+        """
+        size = self.batch.size
+        lines = self._lines.get(size)
+        if lines is None:
+            lines = self._lines[size] = decode_lines(self._executor.latency, size)
+        event = min(self._arrivals.next_at, self._arrivals.prefetch_at)
+        if self.batcher.timers:
+            event = min(event, self.batcher.timers[0][0])
+        if self.batcher.loads:
+            event = min(event, self.batcher.loads[0][0])
+        pins = self._cache.tree.pins
+        return lines, min(event, pins.next_end) if pins else event
 
     def _cut_short(self, ended: Iterable[tuple[Job, int]]) -> None:
         """Reduce the output of jobs whose text has ended to the tokens they have."""
