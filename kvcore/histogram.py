@@ -80,6 +80,14 @@ class Histogram:
         for place, weight in zip(places, weights, strict=True):
             counts[place] += weight
 
+    def merge(self, other: Histogram) -> None:
+        """Add the samples of another histogram. O(its buckets)."""
+        self.weight += other.weight
+        self.total += other.total
+        self.high = max(self.high, other.high)
+        for place, weight in other._weights.items():
+            self._weights[place] += weight
+
     def add_progression(self, first: int, step: int, count: int, weight: int) -> None:
         """Add `first`, `first + step`, ... (`count` values), each `weight` times.
 

@@ -68,3 +68,8 @@ def kvcore_generators() -> list[type[Plugin]]:
 @hookspec
 def kvcore_workloads() -> list[type[Plugin]]:
     """Return workloads: sources of requests, recorded or generated."""
+
+
+@hookspec
+def kvcore_routers() -> list[type[Plugin]]:
+    """Return routers: which server of a cluster gets a request."""

@@ -70,6 +70,12 @@ SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float], "slo"]
 Natural: TypeAlias = Annotated[int, "natural"]
 """A whole number of 0 or more."""
 
+ReplicaChoices: TypeAlias = Annotated[int | Sequence[Mapping[str, Any]], "replicas"]
+"""Servers of a cluster: how many, or tables of their options, with a `count` each."""
+
+FailureChoices: TypeAlias = Annotated[Sequence[str] | str, "failures"]
+"""Failures of replicas: texts such as `replica=3,at=600,for=120`, in seconds."""
+
 TierChoices: TypeAlias = Annotated[PluginChoice | Sequence[PluginChoice] | None, "tiers"]
 """Tiers, nearest first: a text may name several, as `host:memory=64GiB,disk:memory=1TiB`;
 `none` or None: none."""
@@ -103,6 +109,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "run": {"model": None, "tensor_parallel": 1, "codec": None},
 }
 """Defaults by mode, where they differ from those of the fields."""
+
+OF_REPLICAS = (
+    *("model", "device", "tensor_parallel", "codec", "blocks", "memory", "eviction", "prefix"),
+    *("retention", "tier", "latency", "scheduler", "max_tokens", "max_seqs", "steps"),
+    *("chunked", "watermark"),
+)
+"""Options that servers of a cluster may have of their own."""
 
 RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
 """Options of earlier releases, and what they are called now."""
@@ -152,6 +165,11 @@ class RunConfig:
         allocation: `paged`, or `contiguous` as before paging.
         rate_scale: how many times as fast as recorded open-loop requests arrive.
         slo: what is expected for requests that bring no SLO; `SLO()`: nothing.
+        replicas: how many servers share the requests; or tables, each of options of its own
+            and the `count` of servers that have them.
+        router, view: the plugin that picks the server of a request, and what it knows of
+            their caches: `index`, `events` or `exact`, with options.
+        fail: servers that fail, as texts such as `replica=3,at=600,for=120`.
         seed: of plugins with an option `seed` that is not set; None: their own default.
         dtype: in which a run on tensors computes K/V, and keeps it without a codec.
         clock: by which a run on tensors is timed: `model` or `wall`.
@@ -215,6 +233,18 @@ class RunConfig:
     slo: SLOChoice = _option(
         EXPECTED,
         "Expected latency in seconds, by ttft, tpot and deadline; `none` expects nothing.",
+    )
+    replicas: ReplicaChoices = _option(1, "Number of servers that share the requests.")
+    router: PluginChoice = _option(
+        Spec("round-robin"), "Router: which of several servers gets a request."
+    )
+    view: str = _option(
+        "index",
+        "What the router knows of caches: its own index of what it sent where, the events of "
+        "the servers (events:delay=50ms), or all (exact).",
+    )
+    fail: FailureChoices = _option(
+        (), "Server that fails, such as replica=3,at=600,for=120, in seconds."
     )
     seed: int | None = _option(0, "Seed of plugins that draw random numbers.")
     scheduler: PluginChoice = _option(
@@ -563,6 +593,36 @@ def _tiers(value: object) -> tuple[Any, ...]:
     return (_plugin(value),)
 
 
+def _replicas(value: object) -> Any:
+    if isinstance(value, int | str):
+        return check_whole(_whole(value))
+    if isinstance(value, Mapping):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not value:
+        return _refuse("a number of servers, or a list of tables of their options", value)
+    return tuple(_replica(table) for table in value)
+
+
+def _replica(table: object) -> Mapping[str, Any]:
+    """Read the options of servers that are alike."""
+    if not isinstance(table, Mapping):
+        return _refuse("a table of options", table)
+    given = renamed({str(name).replace("-", "_"): value for name, value in table.items()})
+    check_names(given, ["count", *OF_REPLICAS])
+    return {
+        name: check_whole(_whole(value)) if name == "count" else read_option(name, value)
+        for name, value in given.items()
+    }
+
+
+def _failures(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return tuple(map(_text, value))
+    return _refuse("failures such as 'replica=3,at=600,for=120'", value)
+
+
 def tiers_text(tiers: Iterable[object]) -> str:
     """Return tiers as `RunConfig` reads them, or `none`."""
     return ",".join(map(str, tiers)) or "none"
@@ -618,6 +678,8 @@ _READERS: dict[type, Callable[[object, Any], Any]] = {
 _MARKED: dict[str, Callable[[object], Any]] = {
     "plugin": _plugin,
     "tiers": _tiers,
+    "replicas": _replicas,
+    "failures": _failures,
     "workload": _workload,
     "model": _model,
     "device": _device,

@@ -35,6 +35,7 @@ KINDS = {
     "tier": "kvcore_tiers",
     "generator": "kvcore_generators",
     "workload": "kvcore_workloads",
+    "router": "kvcore_routers",
 }
 """The kinds of plugins, and the hook that returns the classes of each. The entry points of
 kvcore itself are called as the kind whose hook they have."""

@@ -191,6 +191,7 @@ class Batcher:
             request that is yet to come, before those of jobs.
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last new token: many are a livelock.
+        batching, server: as given.
     """
 
     def __init__(
@@ -226,11 +227,11 @@ class Batcher:
         self._cache = cache
         self._tiers = cache.tiers
         self._scheduler = scheduler
-        self._batching = batching
+        self.batching = batching
         self._batch = batch
         self._steps = batch.steps
         self._allocator = allocator
-        self._server = server
+        self.server = server
         self._mixed = batching.steps == "mixed"
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
         self._prefilling: dict[Job, None] = {}
@@ -260,7 +261,7 @@ class Batcher:
         """
         if self._tiers is not None:
             load = self._tiers.prefetch(
-                request, now, arrival, self._server.prefill_ns, self._reserve
+                request, now, arrival, self.server.prefill_ns, self._reserve
             )
             if load is not None:
                 heappush(self.loads, (load.ready, -load.seq.id, None, load))
@@ -336,7 +337,7 @@ class Batcher:
                 self._call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers = self._offers(now)
-        budget = self._batching.max_tokens
+        budget = self.batching.max_tokens
         if self._mixed:
             budget -= self._batch.size
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
@@ -363,7 +364,7 @@ class Batcher:
             return 0
         tokens = job.target - job.computed
         if tokens > budget:
-            if self._batching.chunked:
+            if self.batching.chunked:
                 tokens = budget
             elif self.chunks:
                 return budget
@@ -378,9 +379,9 @@ class Batcher:
             now,
             self.waiting,
             list(self.running),
-            self._batching.max_seqs - len(self.running),
+            self.batching.max_seqs - len(self.running),
             self._cache.available_blocks,
-            self._server,
+            self.server,
         )
         plan: StepPlan = self._call("plan", self._scheduler.plan, state)
         if not isinstance(plan, StepPlan):
@@ -420,9 +421,9 @@ class Batcher:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
         if job is self.blocked_job or job in self._victims:
             return False
-        if not (self._batching.chunked or self._in_one(job, budget, now)):
+        if not (self.batching.chunked or self._in_one(job, budget, now)):
             return False
-        if len(self.running) >= self._batching.max_seqs:
+        if len(self.running) >= self.batching.max_seqs:
             last = self._call("priority", self._behind, job, now)
             if last is None:
                 return False
@@ -486,7 +487,7 @@ class Batcher:
         if first:
             job.admitted, job.hit = now, seq.computed
         if self._tiers is not None:
-            load = self._tiers.load(seq, now, self._server.prefill_ns, resumed=not first)
+            load = self._tiers.load(seq, now, self.server.prefill_ns, resumed=not first)
             if load is not None:
                 job.stage = LOADING
                 if load.ready > now:
@@ -558,7 +559,7 @@ class Batcher:
         level = None
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
-            level = self._tiers.can_swap(job.seq, tokens, now, self._server.prefill_ns)
+            level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1

@@ -577,6 +577,24 @@ class DecodeAllocator:
             steps = self._allocate_ahead(steps, clock_ps, times)
         return batch.advance(clock_ps, times.segments(steps))
 
+    def foresee(
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None, room: int
+    ) -> int | None:
+        """Return how many ps `jump` would take now, with the same arguments. Pure.
+
+        None if the steps need more than `room` blocks.
+        """
+        batch = self._batch
+        times = StepTimes(lines, batch.context, batch.growth)
+        steps = batch.until_change()
+        if steps > 1:
+            if event_ps is not None:
+                steps = times.reach(event_ps - clock_ps, steps)
+            first = batch.steps.count + 1
+            if batch.growth_between(first, first + steps - 1) > room:
+                return None
+        return times.total(steps)
+
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""
         batch, cache = self._batch, self._cache

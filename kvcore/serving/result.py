@@ -414,6 +414,36 @@ class Outcome(Shown):
         """Requests that have a sample of something that their SLO states."""
         return len(self.log.verdict) - self.log.verdict.count(UNJUDGED)
 
+    def outcome_fields(self) -> dict[str, Any]:
+        """Return the numbers that follow from the log, as JSON has them."""
+        log, slo = self.log, self.log.slo or SLO()
+        return {
+            "requests": len(log.ids),
+            "completed": len(log.ids) - len(log.reasons),
+            "rejected": len(log.reasons),
+            "simulated_s": self.simulated_s,
+            "ttft_s": _as_dict(self.ttft),
+            "tpot_s": _as_dict(self.tpot),
+            "itl_s": _as_dict(self.itl),
+            "e2e_s": _as_dict(self.e2e),
+            "queue_s": _as_dict(self.queue),
+            "throughput_tokens_s": self.throughput_tokens_s,
+            "goodput": self.goodput,
+            "slo": {
+                "ttft_s": _slo_seconds(slo.ttft_ns),
+                "tpot_s": _slo_seconds(slo.tpot_ns),
+                "deadline_s": _slo_seconds(slo.deadline_ns),
+                "own": log.own_slos,
+                "judged": self._judged,
+                "met": self.slo_attainment,
+            },
+            "preemptions": {
+                "pause": sum(log.pauses),
+                "recompute": sum(log.recomputes),
+                "swap": sum(log.swaps),
+            },
+        }
+
     @cached_property
     def _span(self) -> tuple[int, int]:
         """When (ns) the first request arrived, and when the last finished, or arrived."""
@@ -498,40 +528,17 @@ class Result(Outcome):
 
         Costs O(n log n) for n requests, and O(m) for m events.
         """
-        log, cache, slo = self.log, self.cache, self.log.slo or SLO()
+        log, cache = self.log, self.cache
         stats, tree, geometry = cache.stats, cache.tree, cache.geometry
         measured = self.fragmentation
         return {
             "schema": SCHEMA,
             "count": geometry.accounting,
-            "requests": len(log.ids),
-            "completed": len(log.ids) - len(log.reasons),
-            "rejected": len(log.reasons),
+            **self.outcome_fields(),
             "offered_load": self.offered_load,
             "saturation": None if self.saturation is None else self.saturation.as_dict(),
-            "simulated_s": self.simulated_s,
             "wall_s": self.wall_s,
             "steps": log.steps,
-            "ttft_s": _as_dict(self.ttft),
-            "tpot_s": _as_dict(self.tpot),
-            "itl_s": _as_dict(self.itl),
-            "e2e_s": _as_dict(self.e2e),
-            "queue_s": _as_dict(self.queue),
-            "throughput_tokens_s": self.throughput_tokens_s,
-            "goodput": self.goodput,
-            "slo": {
-                "ttft_s": _slo_seconds(slo.ttft_ns),
-                "tpot_s": _slo_seconds(slo.tpot_ns),
-                "deadline_s": _slo_seconds(slo.deadline_ns),
-                "own": log.own_slos,
-                "judged": self._judged,
-                "met": self.slo_attainment,
-            },
-            "preemptions": {
-                "pause": sum(log.pauses),
-                "recompute": sum(log.recomputes),
-                "swap": sum(log.swaps),
-            },
             "forgotten_blocks": stats.dropped_blocks,
             "compactions": stats.compactions,
             "compacted_tokens": stats.compacted_tokens,

@@ -87,6 +87,11 @@ class TokenGaps:
             *(found[f"p{percent}"] / second for percent in PERCENTS),
         )
 
+    def merge(self, other: TokenGaps) -> None:
+        """Add the gaps of another run."""
+        other.settle()
+        self._histogram.merge(other._histogram)
+
     def settle(self) -> None:
         """Add the pending progressions to the histogram."""
         pending = self.pending

@@ -100,7 +100,33 @@ class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     recovered: Annotated[int, Meta(ge=0)] = 0
 
 
-class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
+class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Replicas of a cluster that follow one another and are alike.
+
+    Attributes:
+        count: how many they are.
+        blocks, plugins, batching, latency, model, device, recompute, tiers: as in HEADER,
+            where they differ from it.
+    """
+
+    count: Annotated[int, Meta(ge=1)]
+    blocks: PoolSize | UnsetType = UNSET
+    plugins: dict[str, PluginRecord] | UnsetType = UNSET
+    batching: dict[str, Any] | UnsetType = UNSET
+    latency: dict[str, Any] | UnsetType = UNSET
+    model: Any | UnsetType = UNSET
+    device: Any | UnsetType = UNSET
+    recompute: Any | UnsetType = UNSET
+    tiers: list[TierRecord] | UnsetType = UNSET
+
+
+class _Placed(Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
+    """What is said of a line that is that of a replica, or about one."""
+
+    replica: Count | UnsetType = UNSET
+
+
+class Event(_Placed, tag_field="event", forbid_unknown_fields=True, gc=False):
     """A line of a trace, read and checked.
 
     Fields have the names they have in the file, but for two that are Python keywords: `for`
@@ -111,6 +137,7 @@ class Event(Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
         n: number of the line, from 0 on.
         t: time in ns, by the clock that HEADER names.
         event: the name of the event.
+        replica: in the trace of a cluster the replica whose line it is, or that is meant.
     """
 
     event: ClassVar[str]
@@ -156,6 +183,17 @@ class Header(Event, tag="HEADER", kw_only=True):
         ]
         | UnsetType
     ) = UNSET
+    replicas: (
+        Annotated[
+            list[ReplicaRecord],
+            Meta(
+                description="a list of replicas that are alike: their count, and where they "
+                "differ from the header"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    routing: Object | UnsetType = UNSET
     executor: Text | UnsetType = UNSET
     batching: Object | UnsetType = UNSET
     latency: Object | UnsetType = UNSET
@@ -183,6 +221,21 @@ class Request(Event, tag="REQUEST"):
     think: Count | UnsetType = UNSET
     tool: Text | UnsetType = UNSET
     output_keys: BlockKeys | UnsetType = UNSET
+
+
+class Route(Event, tag="ROUTE"):
+    """A request is sent to a replica, which is thought to have `tokens` of its prompt."""
+
+    request: RequestId
+    tokens: Count | UnsetType = UNSET
+
+
+class Fail(Event, tag="FAIL"):
+    """A replica has failed: its K/V and its requests are gone."""
+
+
+class Return(Event, tag="RETURN"):
+    """A replica that failed is up again, with an empty cache."""
 
 
 class Hit(Event, tag="HIT"):
@@ -422,9 +475,9 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Prefetch | Hit | Miss | Split | Alloc | Commit | Evict | Compact | Free
-    | Fork | Copy | FirstToken | Preempt | Resume | Recover | Offload | LoadStart | Load
-    | Discard | Keys | Finish | Reject | End
+    Header | Request | Route | Fail | Return | Prefetch | Hit | Miss | Split | Alloc | Commit
+    | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt | Resume | Recover | Offload
+    | LoadStart | Load | Discard | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {

@@ -26,7 +26,59 @@ if TYPE_CHECKING:
     from kvcore.workloads.base import Workload
 
 
-class Trace(SealedWriter, Recorder):
+class JsonRecorder(Recorder):
+    """Makes lines as JSON has them, in which keys and blocks of some events need a form."""
+
+    def prefetch(
+        self,
+        now: int,
+        *,
+        request: int | str,
+        seq: int,
+        keys: Iterable[Key],
+        blocks: int,
+        span: int | None = None,
+    ) -> None:
+        """Write PREFETCH, the keys as JSON has them.
+
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        named = key_fields(keys, request)
+        super().prefetch(now, request=request, seq=seq, keys=named, blocks=blocks, span=span)
+
+    def compact(self, now: int, *, new: Ids | None = None, **fields: Any) -> None:
+        """Write COMPACT, the new blocks as runs."""
+        runs: Any = encode_runs(new) if new else None
+        super().compact(now, new=runs, **fields)
+
+    def keys(self, now: int, *, request: int | str, keys: Iterable[Key]) -> None:
+        """Write KEYS, the keys as JSON has them.
+
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        super().keys(now, request=request, keys=key_fields(keys, request))
+
+    def finish(
+        self,
+        now: int,
+        *,
+        request: int | str,
+        seq: int,
+        output: int,
+        output_keys: Iterable[Key] | None = None,
+    ) -> None:
+        """Write FINISH, the keys as JSON has them.
+
+        Raises:
+            InputError: a key that a trace cannot hold.
+        """
+        keys = key_fields(output_keys, request) if output_keys else None
+        super().finish(now, request=request, seq=seq, output=output, output_keys=keys)
+
+
+class Trace(SealedWriter, JsonRecorder):
     """Writes the decisions of one cache to a JSONL file, `.gz` and `.zst` by name.
 
     Give it to one `KVCache`, which begins it, and close it when the run is over, best by
@@ -159,12 +211,18 @@ class Trace(SealedWriter, Recorder):
             InputError: a key that is no int below 2**63, no 16 bytes and no 32-digit hex
                 string, or another field that JSON cannot hold.
         """
-        if request.id in self._seen:
-            return
-        fields = request_fields(request)
-        line = {"n": 0, "t": now, "event": "REQUEST", **fields}
-        _write(self.write, f"request {request.id!r}", line)
-        self._seen.add(request.id)
+        if request.id not in self._seen:
+            _write(self.write, f"request {request.id!r}", self.request_line(request, now))
+            self._seen.add(request.id)
+
+    @staticmethod
+    def request_line(request: Request, now: int) -> dict[str, Any]:
+        """Return the line REQUEST. O(keys) in C.
+
+        Raises:
+            InputError: as for `request`.
+        """
+        return {"n": 0, "t": now, "event": "REQUEST", **request_fields(request)}
 
     def recover(
         self,
@@ -185,54 +243,6 @@ class Trace(SealedWriter, Recorder):
             "n": 0, "t": now, "event": "RECOVER", "tier": tier, "request": request,
             "keys": key_fields(keys, request), "first": first, "blocks": blocks,
         })  # fmt: skip
-
-    def prefetch(
-        self,
-        now: int,
-        *,
-        request: int | str,
-        seq: int,
-        keys: Iterable[Key],
-        blocks: int,
-        span: int | None = None,
-    ) -> None:
-        """Write PREFETCH, the keys as JSON has them.
-
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
-        named = key_fields(keys, request)
-        super().prefetch(now, request=request, seq=seq, keys=named, blocks=blocks, span=span)
-
-    def compact(self, now: int, *, new: Ids | None = None, **fields: Any) -> None:
-        """Write COMPACT, the new blocks as runs."""
-        runs: Any = encode_runs(new) if new else None
-        super().compact(now, new=runs, **fields)
-
-    def keys(self, now: int, *, request: int | str, keys: Iterable[Key]) -> None:
-        """Write KEYS, the keys as JSON has them.
-
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
-        super().keys(now, request=request, keys=key_fields(keys, request))
-
-    def finish(
-        self,
-        now: int,
-        *,
-        request: int | str,
-        seq: int,
-        output: int,
-        output_keys: Iterable[Key] | None = None,
-    ) -> None:
-        """Write FINISH, the keys as JSON has them.
-
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
-        keys = key_fields(output_keys, request) if output_keys else None
-        super().finish(now, request=request, seq=seq, output=output, output_keys=keys)
 
     def _write_first(self, line: dict[str, Any]) -> None:
         """Write HEADER before the first line; the logger writes those after it."""

@@ -76,3 +76,9 @@ def kvcore_generators() -> list[type[Plugin]]:
 def kvcore_workloads() -> list[type[Plugin]]:
     """Return the built-in workloads."""
     return _classes("workload")
+
+
+@hookimpl
+def kvcore_routers() -> list[type[Plugin]]:
+    """Return the built-in routers."""
+    return _classes("router")

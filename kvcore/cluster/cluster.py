@@ -1,0 +1,355 @@
+"""Several servers under one clock: a discrete-event simulation of a cluster.
+
+Each replica is a serving loop whose turns are begun and ended in the order of one heap:
+
+    requests -> router -> inbox of a replica -> begin (plan) ... end (tokens, finishes)
+       ^                                                             |
+       +------------------- sessions, lost requests -----------------+
+
+A replica that decodes is not touched before its jump ends or a request comes to it, so that
+a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
+this order: replicas that fail, then return; requests, in the order of the workload; ends of
+steps, by their picosecond and the number of the replica; requests that these ends have
+brought about; and plans of next steps, likewise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+
+from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.router import Dispatcher, PrefixView, Router
+from kvcore.errors import InputError, PolicyError
+from kvcore.request import Request
+from kvcore.serving.loop import NEVER, Arrivals
+from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
+
+if TYPE_CHECKING:
+    from kvcore.trace.cluster import ClusterTrace
+
+FAIL, RETURN, ARRIVAL, END, BEGIN = range(5)
+"""What happens at a time, in the order in which it happens."""
+
+
+@attrs.frozen
+class Failure:
+    """A replica that fails, loses its K/V, and returns.
+
+    Attributes:
+        at: when, ns.
+        replica: its number.
+        duration: after how many ns it returns; None: never.
+    """
+
+    at: int
+    replica: int
+    duration: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check the numbers."""
+        if self.at < 0 or self.replica < 0 or self.duration == 0:
+            msg = (
+                f"{self}: give a replica from 0 on, a time from 0 on, and some time to be gone"
+            )
+            raise InputError(msg)
+
+    @classmethod
+    def parse(cls, text: str) -> Failure:
+        """Read a failure such as `replica=3,at=600,for=120`, in seconds.
+
+        Raises:
+            InputError: another name, or no such number.
+        """
+        given: dict[str, str] = {}
+        for piece in text.split(","):
+            name, equals, value = piece.partition("=")
+            if not equals or name not in ("replica", "at", "for") or name in given:
+                msg = f"{text!r} is no failure: write replica=3,at=600,for=120"
+                raise InputError(msg)
+            given[name] = value
+        if not {"replica", "at"} <= given.keys() or not given["replica"].isdecimal():
+            msg = f"{text!r}: a failure needs replica=, its number, and at=, seconds"
+            raise InputError(msg)
+        gone = parse_seconds(given["for"]) if "for" in given else None
+        return cls(parse_seconds(given["at"]), int(given["replica"]), gone)
+
+    def __str__(self) -> str:
+        """Return the failure as `parse` reads it."""
+        gone = "" if self.duration is None else f",for={self.duration / NS_PER_S:g}"
+        return f"replica={self.replica},at={self.at / NS_PER_S:g}{gone}"
+
+
+class Server:
+    """A replica of the cluster: its loop, and the loops it had before it failed.
+
+    Attributes:
+        number: of the replica.
+        loop: the loop that serves now.
+        lives: all loops so far, the present one last.
+        sent: requests in flight, with their time of arrival, by id.
+        turn: which of its events in the heap holds; the others are outdated.
+        busy: whether a turn has begun.
+    """
+
+    def __init__(self, number: int, start: Callable[[], ReplicaLoop]) -> None:
+        self.number = number
+        self._start = start
+        self.lives: list[ReplicaLoop] = []
+        self.sent: dict[int | str, tuple[int, Request]] = {}
+        self.turn = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a life with an empty cache."""
+        self.loop = self._start()
+        self.lives.append(self.loop)
+        self.busy = False
+
+
+Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]
+"""Makes the loop of a replica, given what is called with first tokens, and with ends."""
+
+
+class Cluster:
+    """Serves requests with several replicas.
+
+    Args:
+        arrivals: the requests by time of arrival.
+        starts: makes the loop of each replica.
+        router: picks the replica of a request.
+        view: what the router thinks is cached where.
+        failures: replicas that fail.
+        trace: where decisions are written; None: nowhere.
+
+    Attributes:
+        servers: the replicas.
+        dispatcher: the router, and what it sees.
+        refused: requests that the router turned away, with their time of arrival and why.
+        retried: how often a request was served again since its replica failed.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        starts: Sequence[Start],
+        router: Router,
+        view: PrefixView,
+        *,
+        failures: Iterable[Failure] = (),
+        trace: ClusterTrace | None = None,
+    ) -> None:
+        self._arrivals = arrivals
+        self._trace = trace
+        self._telling = view.wants_events
+        self._heap: list[tuple[int, int, int, int, int]] = []
+        # Requests that wait for a replica that is up.
+        self._held: deque[tuple[int, Request]] = deque()
+        self.refused: list[tuple[int, Request, str]] = []
+        self.retried = 0
+        self.servers = [self._server(number, start) for number, start in enumerate(starts)]
+        replicas = [server.loop.replica(server.number) for server in self.servers]
+        self.dispatcher = Dispatcher(router, replicas, view)
+        for server, replica in zip(self.servers, replicas, strict=True):
+            view.connect(server.number, server.loop.cache)
+            self.dispatcher.joined(replica, 0)
+        self._returns = 0
+        self._fail_at = NEVER
+        self._failures = sorted(failures, key=lambda each: (-each.at, -each.replica))
+        self._check_failures()
+        self._next_failure()
+
+    def run(self) -> None:
+        """Serve all requests that arrive.
+
+        Raises:
+            InputError: the workload is out of order, or its sessions do not close.
+            PolicyError: a plugin failed, or a scheduler lets nothing run.
+        """
+        heap, arrivals, servers = self._heap, self._arrivals, self.servers
+        does = {FAIL: self._fail, RETURN: self._return}
+        while True:
+            at = arrivals.next_at
+            if heap and heap[0] < (at, ARRIVAL):
+                now, kind, _, number, turn = heappop(heap)
+                server = servers[number]
+                if kind < ARRIVAL:
+                    does[kind](server, now)
+                elif turn == server.turn:
+                    if kind == END:
+                        server.busy = False
+                        server.loop.end()
+                        if arrivals.next_at <= now or (heap and heap[0][0] == now):
+                            self._schedule(BEGIN, server, server.loop.clock_ps)
+                            continue
+                    self._begin(server, now)
+            elif at < NEVER:
+                now, request = arrivals.take()
+                if self._trace is not None:
+                    self._record(request, now)
+                self._route(request, now, now)
+            else:
+                break
+        self._check_all_served()
+        arrivals.check_all_came()
+        if self._trace is not None:
+            self._trace.flush(NEVER)
+
+    def _server(self, number: int, start: Start) -> Server:
+        server: Server
+
+        def on_first_token(request: Request, now: int) -> None:
+            self.dispatcher.first_token(request, self.dispatcher.replicas[number], now)
+
+        def on_ended(request: Request, now: int) -> None:
+            del server.sent[request.id]
+            self.dispatcher.ended(request, self.dispatcher.replicas[number], now)
+            self._arrivals.ended(request, now)
+
+        server = Server(number, lambda: start(on_first_token, on_ended))
+        return server
+
+    def _schedule(self, kind: int, server: Server, at_ps: int) -> None:
+        """Let the turn of a replica begin or end at that time, and no other."""
+        server.turn += 1
+        now = at_ps // PS_PER_NS
+        heappush(self._heap, (now, kind, at_ps, server.number, server.turn))
+
+    def _begin(self, server: Server, now: int) -> None:
+        """Begin the next turn of a replica, or let it rest until it has something to do."""
+        loop = server.loop
+        loop.wake(now)
+        server.busy = loop.begin()
+        if server.busy:
+            self._schedule(END, server, loop.due(self._horizon(), telling=self._telling))
+            return
+        wake = loop.idle_until()
+        if wake < NEVER:
+            self._schedule(BEGIN, server, max(wake * PS_PER_NS, loop.clock_ps))
+
+    def _horizon(self) -> int:
+        """Return the time (ns) before which no request comes to any replica, nor a failure."""
+        at = min(self._arrivals.next_at, self._fail_at)
+        # A request that ends may bring about the next of its session.
+        if self._heap and (self._arrivals.following or self._returns):
+            at = min(at, self._heap[0][0])
+        return at
+
+    def _route(self, request: Request, now: int, arrival: int) -> None:
+        """ARRIVAL: send a request to the replica that the router picks."""
+        if not self.dispatcher.up:
+            if self._returns:
+                self._held.append((arrival, request))
+            else:
+                self._refuse(request, now, arrival, "all replicas have failed")
+            return
+        replica = self.dispatcher.route(request, now)
+        if replica is None:
+            self._refuse(request, now, arrival, "the router refused it")
+            return
+        server = self.servers[replica.number]
+        if self._trace is not None:
+            self._trace.route(now, request, replica.number, replica.hit_tokens)
+        server.sent[request.id] = arrival, request
+        server.loop.inbox.put(request, now, arrival)
+        if server.busy:
+            end_ps = server.loop.interrupt(now)
+            if end_ps is not None:
+                self._schedule(END, server, end_ps)
+        else:
+            self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
+
+    def _record(self, request: Request, now: int) -> None:
+        """Write REQUEST, and all lines before which no other can come any more."""
+        trace = self._trace
+        assert trace is not None
+        trace.request(request, now)
+        if trace.is_full:
+            begun = (server.loop.clock_ps for server in self.servers if server.sent)
+            trace.flush(min(now, min(begun, default=NEVER * PS_PER_NS) // PS_PER_NS))
+
+    def _refuse(self, request: Request, now: int, arrival: int, why: str) -> None:
+        """Turn a request away."""
+        if self._trace is not None:
+            self._trace.refuse(now, request, why)
+        self.refused.append((arrival, request, why))
+        self._arrivals.ended(request, now)
+
+    def _fail(self, server: Server, now: int) -> None:
+        """FAIL: a replica loses its K/V; its requests are served again elsewhere."""
+        failure = self._failures.pop()
+        self._next_failure()
+        replica = self.dispatcher.replicas[server.number]
+        if server.busy:
+            server.loop.interrupt(now)
+        if self._trace is not None:
+            self._trace.fail(now, server.number)
+        lost = list(server.sent.values())
+        server.sent.clear()
+        server.turn += 1
+        server.restart()
+        self.dispatcher.left(replica, now)
+        for _, request in lost:
+            self.dispatcher.ended(request, replica, now)
+        if failure.duration is not None:
+            self._returns += 1
+            due = now + failure.duration
+            heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
+        self.retried += len(lost)
+        for arrival, request in lost:
+            self._route(request, now, arrival)
+
+    def _return(self, server: Server, now: int) -> None:
+        """RETURN: a replica is up again, with an empty cache."""
+        self._returns -= 1
+        replica = self.dispatcher.replicas[server.number]
+        server.loop.wake(now)
+        server.loop.rejoin(replica)
+        self.dispatcher.view.connect(server.number, server.loop.cache)
+        if self._trace is not None:
+            self._trace.rejoin(now, server.number)
+        self.dispatcher.joined(replica, now)
+        while self._held:
+            arrival, request = self._held.popleft()
+            self._route(request, now, arrival)
+
+    def _next_failure(self) -> None:
+        """Put the next failure into the heap."""
+        self._fail_at = NEVER
+        if self._failures:
+            first = self._failures[-1]
+            self._fail_at = first.at
+            entry = first.at, FAIL, first.at * PS_PER_NS, first.replica, 0
+            heappush(self._heap, entry)
+
+    def _check_failures(self) -> None:
+        """Raise InputError if a replica fails that there is not, or that is down already."""
+        down: dict[int, int | None] = {}
+        for failure in reversed(self._failures):
+            if failure.replica >= len(self.servers):
+                msg = f"{failure}: replicas are numbered from 0 to {len(self.servers) - 1}"
+                raise InputError(msg)
+            until = down.get(failure.replica, -1)
+            if until is None or failure.at < until:
+                msg = f"{failure}: the replica has failed before, and has not returned by then"
+                raise InputError(msg)
+            gone = failure.duration
+            down[failure.replica] = None if gone is None else failure.at + gone
+
+    def _check_all_served(self) -> None:
+        """Raise PolicyError if requests wait for ever."""
+        for server in self.servers:
+            if server.sent:
+                self._stuck(server)
+
+    def _stuck(self, server: Server) -> NoReturn:
+        waiting: Any = server.loop.batcher.waiting
+        msg = (
+            f"scheduler of replica {server.number} leaves {len(server.sent)} requests waiting "
+            f"while nothing runs: the first is {next(iter(waiting), None)!r}"
+        )
+        raise PolicyError(msg)

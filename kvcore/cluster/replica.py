@@ -1,0 +1,155 @@
+"""A simulated replica: a serving loop that is told when to begin and end its turns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvcore.cache import KVCache
+from kvcore.cluster.router import Replica
+from kvcore.request import SLO, Request
+from kvcore.serving.batcher import Batching
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor
+from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
+from kvcore.serving.scheduler import Job, Scheduler
+from kvcore.units import NS_PER_S, PS_PER_NS
+
+
+class Inbox(Arrivals):
+    """The requests that a router has sent to one replica, which are yet to be taken.
+
+    Args:
+        on_ended: called with each request that has ended here, and the time (ns).
+    """
+
+    def __init__(self, on_ended: Callable[[Request, int], None]) -> None:
+        super().__init__(())
+        # Never empty, so that the loop tells of every end.
+        self.following[""] = []
+        self._on_ended = on_ended
+        self._sent: deque[tuple[int, int, Request]] = deque()
+
+    def put(self, request: Request, now: int, arrival: int) -> None:
+        """Add a request that is sent at `now`, and came to the cluster at `arrival`, ns."""
+        self._sent.append((now, arrival, request))
+        self.next_at = self._sent[0][0]
+
+    def ended(self, request: Request, now: int) -> None:
+        """Tell the cluster of a request that has ended."""
+        self._on_ended(request, now)
+
+    def take_sent(self) -> tuple[int, int, Request]:
+        """Remove the next request; return when it was sent, when it arrived, and itself."""
+        taken = self._sent.popleft()
+        self.next_at = self._sent[0][0] if self._sent else NEVER
+        return taken
+
+
+class ReplicaLoop(ServingLoop):
+    """The serving loop of a replica, whose turns are begun and ended by a cluster.
+
+    Args:
+        on_first_token: called with each request whose first token comes, and the time (ns).
+        on_ended: called with each request that has ended.
+        cache, scheduler, latency, batching, slo: as for `ServingLoop`.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        scheduler: Scheduler,
+        latency: LatencyModel,
+        batching: Batching,
+        *,
+        slo: SLO | None,
+        on_first_token: Callable[[Request, int], None],
+        on_ended: Callable[[Request, int], None],
+    ) -> None:
+        self.inbox = Inbox(on_ended)
+        executor = SimulatedExecutor(latency)
+        super().__init__(self.inbox, cache, scheduler, executor, batching, slo=slo)
+        self.cache, self.latency = cache, latency
+        self._on_first_token = on_first_token
+
+    def due(self, horizon: int, *, telling: bool) -> int:
+        """Return when (ps) the turn that has begun ends, if no request comes before.
+
+        A jump over decode steps is not run before it ends, or a request comes (`interrupt`).
+        Only where its growth may preempt a job, or evict blocks of which it must be told
+        when they go, it is run at once, up to `horizon`.
+
+        Args:
+            horizon: the time (ns) before which nothing comes to this replica.
+            telling: whether evictions are told.
+        """
+        if self.batcher.chunks or not self._jumps:
+            self._computed = self._compute()
+            return self.clock_ps + self._computed.took_ps
+        lines, event = self._foreseen()
+        event_ps = event * PS_PER_NS if event < NEVER else None
+        cache = self._cache
+        # What a tier does with evicted blocks may take others.
+        evicts = not (telling or cache.tiers)
+        room = cache.available_blocks if evicts else cache.pool.free_blocks
+        took_ps = self.allocator.foresee(lines, self.clock_ps, event_ps, room)
+        if took_ps is None:
+            self._jumped = self._jump(horizon)
+            took_ps = self._jumped[1]
+        return self.clock_ps + took_ps
+
+    def interrupt(self, now: int) -> int | None:
+        """Cut the jump that is under way short at `now` (ns); return when (ps) it ends.
+
+        None if no jump is under way that could end earlier.
+        """
+        if self.batcher.chunks or not self._jumps or self._jumped is not None:
+            return None
+        self._jumped = self._jump(now)
+        return self.clock_ps + self._jumped[1]
+
+    def wake(self, now: int) -> None:
+        """Move the clock of an idle loop to `now` (ns)."""
+        self.clock_ps = max(self.clock_ps, now * PS_PER_NS)
+
+    def idle_until(self) -> int:
+        """Return when (ns) an idle loop has something to do by itself, or NEVER."""
+        batcher = self.batcher
+        at = self.inbox.next_at
+        if batcher.timers and batcher.waiting:
+            at = min(at, batcher.timers[0][0])
+        if batcher.loads:
+            at = min(at, batcher.loads[0][0])
+        return at
+
+    def usage(self) -> float:
+        """Return the share of the blocks that running requests hold, as of the last turn."""
+        blocks = self._cache.pool.blocks
+        return (blocks - self._cache.available_blocks) / blocks
+
+    def replica(self, number: int) -> Replica:
+        """Return this replica as a router sees it."""
+        cache = self._cache
+        seats = self.batcher.batching.max_seqs
+        replica = Replica(number, cache.pool.blocks, cache.geometry.block_size, seats)
+        self.rejoin(replica)
+        return replica
+
+    def rejoin(self, replica: Replica) -> None:
+        """Let `replica` speak of this loop."""
+        replica.connect(self.usage, self._prefill_seconds)
+
+    def _prefill_seconds(self, tokens: int, context: int) -> float:
+        return self.batcher.server.prefill_ns(tokens, context) / NS_PER_S
+
+    def _take_arrivals(self, now: int) -> None:
+        inbox = self.inbox
+        while inbox.next_at <= now:
+            sent, arrival, request = inbox.take_sent()
+            self._arrive(request, sent, arrival)
+
+    def _prefill_done(self, job: Job, now: int) -> bool:
+        first = job.first_token is None
+        done = super()._prefill_done(job, now)
+        if first and job.first_token is not None:
+            self._on_first_token(job.request, now)
+        return done

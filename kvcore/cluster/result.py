@@ -1,0 +1,190 @@
+"""The result of a cluster: that of all its requests, and of each replica."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import attrs
+
+from kvcore.cache.residency import CacheStats
+from kvcore.cluster.cluster import Cluster
+from kvcore.cluster.router import Router
+from kvcore.request import SLO
+from kvcore.serving.loop import RunLog
+from kvcore.serving.result import SCHEMA, HitRatio, Outcome, Result, hit_fields
+from kvcore.serving.scheduler import DecodeSteps, Job
+from kvcore.units import PS_PER_S
+
+COLUMNS = (
+    *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit", "loaded"),
+    *("swaps", "pauses", "recomputes", "verdict"),
+)
+"""The columns of a log that are arrays."""
+
+
+@attrs.frozen
+class Share:
+    """How evenly the replicas share something: 1 is evenly.
+
+    Attributes:
+        most: what the replica with the most has, over the mean.
+        variation: the coefficient of variation: standard deviation over the mean.
+    """
+
+    most: float
+    variation: float
+
+    @classmethod
+    def of(cls, amounts: Sequence[float]) -> Share | None:
+        """Return how evenly `amounts` are; None if they are all 0."""
+        mean = sum(amounts) / len(amounts)
+        if not mean:
+            return None
+        deviation = (sum((each - mean) ** 2 for each in amounts) / len(amounts)) ** 0.5
+        return cls(max(amounts) / mean, deviation / mean)
+
+
+@attrs.frozen(slots=False, eq=False)
+class ClusterResult(Outcome):
+    """The result of a cluster. What one server has too is called as in its `Result`.
+
+    Attributes:
+        log: one row a request, in the order in which they ended.
+        replica: of each row: the replica that served it last; -1: no replica got it.
+        lives: of each replica the result of each of its lives: one more than its failures.
+        router: the router.
+        retried: how often a request was served again since its replica failed.
+        wall_s: seconds the run took on this machine; all else is the same on every one.
+    """
+
+    replica: Sequence[int]
+    lives: Sequence[Sequence[Result]]
+    router: Router
+    retried: int
+    wall_s: float = 0.0
+
+    @cached_property
+    def stats(self) -> CacheStats:
+        """The counts of the caches of all replicas."""
+        caches = [result.cache.stats for result in chain.from_iterable(self.lives)]
+        names = attrs.fields_dict(CacheStats)
+        return CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
+
+    @cached_property
+    def hit_ratio(self) -> HitRatio:
+        """Hit ratio of all replicas by block, by token and by request."""
+        return HitRatio(**self.stats.ratios())
+
+    @cached_property
+    def busy_s(self) -> list[float]:
+        """Seconds in which each replica ran steps."""
+        return [sum(each.log.busy_ps for each in lives) / PS_PER_S for lives in self.lives]
+
+    @cached_property
+    def served(self) -> list[int]:
+        """Requests that each replica has served."""
+        return [
+            sum(len(each.log.ids) - len(each.log.reasons) for each in lives)
+            for lives in self.lives
+        ]
+
+    @cached_property
+    def requests(self) -> dict[str, list[Any]]:
+        """The requests by column, as those of a `Result`, with their `replica`."""
+        first = self.lives[0][0]
+        rows = Result(self.log, first.cache, first.batching, first.latency, None).requests
+        return {"id": rows["id"], "replica": [*self.replica], **rows}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of the run as JSON has them."""
+        log = self.log
+        shares = {"requests": Share.of(self.served), "busy": Share.of(self.busy_s)}
+        return {
+            "schema": SCHEMA,
+            **self.outcome_fields(),
+            "steps": log.steps,
+            "wall_s": self.wall_s,
+            "evicted_blocks": sum(
+                each.cache.tree.evicted_blocks + each.cache.tree.expired_blocks
+                for each in chain.from_iterable(self.lives)
+            ),
+            "hit": hit_fields(self.stats),
+            "lost_tokens": self.stats.lost_tokens,
+            "loaded_tokens": sum(log.loaded),
+            "retried": self.retried,
+            "imbalance": {
+                name: None if share is None else attrs.asdict(share)
+                for name, share in shares.items()
+            },
+            "replicas": [self._replica(number) for number in range(len(self.lives))],
+        }
+
+    def _replica(self, number: int) -> dict[str, Any]:
+        """Return the numbers of a replica, over all its lives."""
+        lives = self.lives[number]
+        names = attrs.fields_dict(CacheStats)
+        caches = [each.cache.stats for each in lives]
+        stats = CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
+        span = self.simulated_s
+        return {
+            "replica": number,
+            "blocks": lives[-1].cache.pool.blocks,
+            "requests": self.served[number],
+            "busy": self.busy_s[number] / span if span else None,
+            "steps": sum(each.log.steps for each in lives),
+            "failures": len(lives) - 1,
+            "ttft_s": _mean_of(lives, "ttft"),
+            "hit": hit_fields(stats),
+            "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),
+        }
+
+    to_frame = Result.to_frame
+    write = Result.write
+
+
+def _mean_of(lives: Sequence[Result], name: str) -> float | None:
+    found = [getattr(each, name) for each in lives if getattr(each, name) is not None]
+    return found[-1].mean if found else None
+
+
+def merge_logs(
+    logs: Sequence[tuple[int, RunLog]], cluster: Cluster, slo: SLO | None
+) -> tuple[RunLog, list[int]]:
+    """Return the rows of all replicas in one log, by when they ended, and their replicas.
+
+    Args:
+        logs: each with the number of its replica.
+        cluster: for the requests that its router turned away.
+        slo: what is expected for requests that bring no SLO of their own.
+    """
+    turned_away = RunLog(0, slo)
+    for arrival, request, why in cluster.refused:
+        job = Job(request, 0, arrival, DecodeSteps(), 0, request.slo or slo)
+        turned_away.rejected(job, why)
+    logs = [*logs, (-1, turned_away)]
+    order = sorted(
+        (max(log.finish[row], log.arrival[row]), place, row)
+        for place, (_, log) in enumerate(logs)
+        for row in range(len(log.ids))
+    )
+    merged = RunLog(sum(log.pool.blocks for _, log in logs), slo)
+    for name in COLUMNS:
+        columns = [getattr(log, name) for _, log in logs]
+        kind = getattr(merged, name).typecode
+        setattr(merged, name, array(kind, [columns[place][row] for _, place, row in order]))
+    merged.ids = [logs[place][1].ids[row] for _, place, row in order]
+    merged.tenants = [logs[place][1].tenants[row] for _, place, row in order]
+    for at, (_, place, row) in enumerate(order):
+        if row in logs[place][1].reasons:
+            merged.reasons[at] = logs[place][1].reasons[row]
+    for _, log in logs:
+        merged.itl.merge(log.itl)
+        merged.steps += log.steps
+        merged.busy_ps += log.busy_ps
+        merged.own_slos += log.own_slos
+    return merged, [logs[place][0] for _, place, _ in order]

@@ -1,0 +1,273 @@
+"""The contract of routers, and a replica as its router sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.plugins.base import (
+    FAILURES,
+    Plugin,
+    find_override,
+    raise_policy_error,
+    wrong_answer,
+)
+from kvcore.request import Request
+
+
+@attrs.define(eq=False, slots=True)
+class Replica:
+    """A replica as its router sees it: what it is, what it was sent, and what came back.
+
+    A router on the way of requests and answers counts these itself; only `usage` is a figure
+    that the server has to tell. Routers read; what keeps the counts writes, except `data`.
+
+    Attributes:
+        number: from 0 on; its name in traces.
+        blocks, block_size: its pool, and the tokens in a block.
+        max_seqs: sequences that it runs at a time.
+        up: whether it can be sent requests.
+        requests: requests in flight: sent to it, and not ended.
+        waiting: those of them that have no first token yet.
+        waiting_tokens: prompt tokens of these that were not expected to hit.
+        prompt_tokens: prompt tokens of all in flight.
+        prompt_blocks: blocks that these prompts fill, shared ones counted for each.
+        routed: requests that were ever sent to it.
+        data: the router's own.
+    """
+
+    number: int
+    blocks: int
+    block_size: int
+    max_seqs: int
+    up: bool = False
+    requests: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    routed: int = 0
+    data: Any = None
+    _usage: Callable[[], float] = attrs.field(default=float, init=False, repr=False)
+    _seconds: Callable[[int, int], float] | None = attrs.field(
+        default=None, init=False, repr=False
+    )
+    _hits: Mapping[int, int] = attrs.field(factory=dict, init=False, repr=False)
+
+    def connect(
+        self,
+        usage: Callable[[], float],
+        prefill_seconds: Callable[[int, int], float] | None = None,
+        hits: Mapping[int, int] | None = None,
+    ) -> None:
+        """Set where `usage`, `prefill_seconds` and `hit_tokens` are taken from."""
+        self._usage, self._seconds = usage, prefill_seconds
+        if hits is not None:
+            self._hits = hits
+
+    @property
+    def usage(self) -> float:
+        """The share of its blocks that running requests hold, as the server tells it."""
+        return self._usage()
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of the prompt that is routed now whose K/V it is thought to have."""
+        return self._hits.get(self.number, 0)
+
+    def prefill_seconds(self, tokens: int, context: int) -> float:
+        """Return the time to prefill `tokens` tokens after `context` others, by itself.
+
+        As measured, or fitted, before: of a simulated replica, what its latency model says.
+        """
+        return 0.0 if self._seconds is None else self._seconds(tokens, context)
+
+
+class Router(Plugin):
+    """Decides which replica serves a request.
+
+    The easy tier is one method, `cost`: the replica with the least goes. The full tier
+    overrides `route`. Neither is told what the future brings: not how long the output of a
+    request becomes (but for its prediction), nor what comes next.
+
+    Attributes:
+        uses_hits: whether `hit_tokens` of replicas is read. If not, nobody looks it up.
+    """
+
+    kind: ClassVar[str] = "router"
+    uses_hits: ClassVar[bool] = True
+
+    def cost(self, request: Request, replica: Replica) -> float:
+        """Return what it costs to send `request` to `replica`; the least goes.
+
+        Among equals the one with the fewest requests in flight goes, then the one with the
+        fewest ever sent, then the first.
+        """
+        raise NotImplementedError
+
+    def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica | None:
+        """Return the replica that serves `request`; None turns the request away.
+
+        Args:
+            request: the request that has arrived.
+            replicas: those that are up, by number; at least one.
+            now: the time, ns.
+        """
+        del now
+        return min(
+            replicas,
+            key=lambda each: (
+                self.cost(request, each), each.requests, each.routed, each.number
+            ),
+        )  # fmt: skip
+
+    def on_routed(self, request: Request, replica: Replica, now: int) -> None:
+        """Called when `request` was sent to `replica`, whose counts have it already."""
+
+    def on_first_token(self, request: Request, replica: Replica, now: int) -> None:
+        """Called when the first token of `request` comes back."""
+
+    def on_ended(self, request: Request, replica: Replica, now: int) -> None:
+        """Called when `request` has ended: finished, refused, or lost with its replica."""
+
+    def on_left(self, replica: Replica, now: int) -> None:
+        """Called when `replica` is no longer up, and its K/V is lost."""
+
+    def on_joined(self, replica: Replica, now: int) -> None:
+        """Called when `replica` is up, at the start and after it has returned."""
+
+
+class PrefixView:
+    """What is thought to be cached where; this one knows nothing.
+
+    Attributes:
+        wants_events: whether replicas must tell what they store and evict, when they do.
+    """
+
+    wants_events: ClassVar[bool] = False
+
+    def connect(self, replica: int, cache: KVCache) -> None:
+        """Called when a simulated replica is up, with its cache, which is empty."""
+
+    def find(self, request: Request, now: int) -> Mapping[int, int]:
+        """Return the tokens of the prompt that each replica is thought to have, if any."""
+        del request, now
+        return {}
+
+    def sent(self, request: Request, replica: int, now: int) -> None:
+        """Called when `request` is sent to a replica."""
+
+    def lost(self, replica: int, now: int) -> None:
+        """Called when a replica has lost all of its K/V."""
+
+
+class Dispatcher:
+    """Asks a router, checks its answers, and keeps the counts of replicas.
+
+    It stands between clients and servers, simulated or real.
+
+    Args:
+        router: the router, not in use.
+        replicas: all replicas, by number; none is up yet.
+        view: what is thought to be cached where.
+
+    Attributes:
+        up: the replicas that are up, by number.
+    """
+
+    def __init__(self, router: Router, replicas: Sequence[Replica], view: PrefixView) -> None:
+        router.bind()
+        self.router, self.replicas, self.view = router, replicas, view
+        self.up: list[Replica] = []
+        # One for all replicas: what each is thought to have of the prompt that is routed.
+        self._hits: dict[int, int] = {}
+        for replica in replicas:
+            replica._hits = self._hits  # noqa: SLF001 - of this module
+        self._uses_hits = router.uses_hits
+        self._on_routed = find_override(router, "on_routed")
+        self._on_first_token = find_override(router, "on_first_token")
+        self._on_ended = find_override(router, "on_ended")
+        # Prompt tokens that were not expected to hit; negative once the first token has come.
+        self._sent: dict[int | str, int] = {}
+
+    def route(self, request: Request, now: int) -> Replica | None:
+        """Return where the router sends `request`, which is counted; None: it is refused.
+
+        Raises:
+            PolicyError: the router failed, or answered with something else.
+        """
+        router = self.router
+        if self._uses_hits:
+            self._hits.clear()
+            self._hits.update(self.view.find(request, now))
+        try:
+            chosen = router.route(request, self.up, now)
+        except FAILURES as error:
+            raise_policy_error(router, "route", error)
+        if chosen is None:
+            return None
+        if not isinstance(chosen, Replica) or not chosen.up:
+            why = f"{chosen!r:.80}, which is none of the replicas that are up"
+            raise wrong_answer(router, f"route() of request {request.id!r}", why)
+        tokens = request.prompt_tokens
+        missing = max(tokens - chosen.hit_tokens, 0)
+        self._sent[request.id] = missing
+        chosen.requests += 1
+        chosen.waiting += 1
+        chosen.waiting_tokens += missing
+        chosen.prompt_tokens += tokens
+        chosen.prompt_blocks += -(-tokens // chosen.block_size)
+        chosen.routed += 1
+        if self._uses_hits:
+            self.view.sent(request, chosen.number, now)
+        if self._on_routed is not None:
+            self._call("on_routed", self._on_routed, request, chosen, now)
+        return chosen
+
+    def first_token(self, request: Request, replica: Replica, now: int) -> None:
+        """Count a request whose first token has come; a second call does nothing."""
+        missing = self._sent[request.id]
+        if missing >= 0:
+            self._sent[request.id] = _STARTED
+            replica.waiting -= 1
+            replica.waiting_tokens -= missing
+            if self._on_first_token is not None:
+                self._call("on_first_token", self._on_first_token, request, replica, now)
+
+    def ended(self, request: Request, replica: Replica, now: int) -> None:
+        """Count a request that has ended: finished, refused, or lost with its replica."""
+        missing, tokens = self._sent.pop(request.id), request.prompt_tokens
+        if missing >= 0:
+            replica.waiting -= 1
+            replica.waiting_tokens -= missing
+        replica.requests -= 1
+        replica.prompt_tokens -= tokens
+        replica.prompt_blocks -= -(-tokens // replica.block_size)
+        if self._on_ended is not None:
+            self._call("on_ended", self._on_ended, request, replica, now)
+
+    def joined(self, replica: Replica, now: int) -> None:
+        """Add a replica to those that are up."""
+        replica.up = True
+        self.up = [each for each in self.replicas if each.up]
+        self._call("on_joined", self.router.on_joined, replica, now)
+
+    def left(self, replica: Replica, now: int) -> None:
+        """Remove a replica from those that are up: its K/V is lost."""
+        replica.up = False
+        self.up = [each for each in self.replicas if each.up]
+        self.view.lost(replica.number, now)
+        self._call("on_left", self.router.on_left, replica, now)
+
+    def _call(self, method: str, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except FAILURES as error:
+            raise_policy_error(self.router, method, error)
+
+
+_STARTED = -1
+"""In place of a number of tokens: the first token of the request has come."""

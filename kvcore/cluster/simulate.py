@@ -1,0 +1,129 @@
+"""Simulate a cluster: what several servers would do with a workload, and a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from kvcore.cache import KVCache, Recorder
+from kvcore.cluster.cluster import Cluster, Failure, Start
+from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.result import ClusterResult, merge_logs
+from kvcore.cluster.router import PrefixView, Router
+from kvcore.errors import InputError
+from kvcore.plugins import describe
+from kvcore.request import SLO, Request
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import Arrivals
+from kvcore.serving.result import Result, record_run
+from kvcore.serving.simulate import check_cache
+from kvcore.trace.cluster import ClusterTrace
+from kvcore.workloads import check_keys
+
+ReplicaParts = Callable[[Recorder | None], Mapping[str, Any]]
+"""Builds the cache, scheduler, latency model and batching of one life of a replica."""
+
+
+def simulate_cluster(
+    workload: Iterable[Request],
+    replicas: Sequence[ReplicaParts],
+    router: Router,
+    view: PrefixView,
+    *,
+    slo: SLO | None = None,
+    rate_scale: float = 1.0,
+    failures: Iterable[Failure] = (),
+    residency: bool = True,
+    trace: ClusterTrace | None = None,
+    header: Mapping[str, Any] | None = None,
+) -> ClusterResult:
+    """Serve `workload` with several replicas, in the time that latency models give.
+
+    Costs what its replicas would cost alone, and some microseconds a request for the router.
+
+    Args:
+        workload: a workload, or any requests in order of arrival.
+        replicas: build the parts of each replica, anew after each failure.
+        router: picks the replica of a request.
+        view: what the router thinks is cached where.
+        slo: what is expected for requests that bring no SLO of their own.
+        rate_scale: how many times as fast open-loop requests arrive.
+        failures: replicas that fail, and return.
+        residency: whether to measure how long blocks rest.
+        trace: where every decision is written.
+        header: more fields for the header of the trace.
+
+    Raises:
+        InputError: parts that do not fit one another, or a workload out of order.
+        PolicyError: a plugin failed, or a scheduler lets nothing run.
+    """
+    failures = tuple(failures)
+
+    def starts(number: int, parts: ReplicaParts) -> Start:
+        def start(
+            on_first_token: Callable[[Request, int], None],
+            on_ended: Callable[[Request, int], None],
+        ) -> ReplicaLoop:
+            recorder = None if trace is None else trace.recorder(number)
+            made = dict(parts(recorder))
+            cache: KVCache = made["cache"]
+            check_cache(cache, "simulate")
+            made["latency"].bind()
+            loop = ReplicaLoop(
+                cache,
+                made["scheduler"],
+                made["latency"],
+                made["batching"],
+                slo=slo,
+                on_first_token=on_first_token,
+                on_ended=on_ended,
+            )
+            if recorder is not None:
+                record_run(
+                    recorder,
+                    workload,
+                    made["scheduler"],
+                    SimulatedExecutor(made["latency"]),
+                    made["batching"],
+                    rate_scale=rate_scale,
+                    slo=slo,
+                )
+            if residency:
+                cache.record_residency()
+            return loop
+
+        return start
+
+    cluster = Cluster(
+        Arrivals(check_keys(workload), rate_scale),
+        [starts(number, parts) for number, parts in enumerate(replicas)],
+        router,
+        view,
+        failures=failures,
+        trace=trace,
+    )
+    if trace is not None:
+        routing = {"view": str(view), "fail": [str(each) for each in failures]}
+        trace.begin(describe(router), routing=routing, **(header or {}))
+    begun = perf_counter()
+    cluster.run()
+    wall_s = perf_counter() - begun
+    lives = [
+        [
+            Result(loop.log, loop.cache, loop.batcher.batching, loop.latency, None, wall_s)
+            for loop in server.lives
+        ]
+        for server in cluster.servers
+    ]
+    logs = [(server.number, loop.log) for server in cluster.servers for loop in server.lives]
+    log, places = merge_logs(logs, cluster, slo)
+    return ClusterResult(log, places, lives, router, cluster.retried, wall_s)
+
+
+def check_block_sizes(caches: Iterable[KVCache]) -> None:
+    """Raise InputError if replicas have blocks of different sizes."""
+    sizes = {cache.geometry.block_size for cache in caches}
+    if len(sizes) > 1:
+        msg = f"replicas have blocks of {sorted(sizes)} tokens: give all the same block_size"
+        raise InputError(msg)

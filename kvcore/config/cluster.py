@@ -1,0 +1,114 @@
+"""Build a cluster from a configuration: its replicas, its router, and what that sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+import attrs
+
+from kvcore.cache import Recorder
+from kvcore.cluster import Failure, PrefixView, Router, parse_view
+from kvcore.config.parts import RunParts
+from kvcore.config.run_config import RunConfig
+from kvcore.errors import InputError
+from kvcore.plugins import Plugins
+from kvcore.trace import Trace
+from kvcore.trace.cluster import ClusterTrace
+from kvcore.workloads import Workload
+
+MOST_REPLICAS = 10_000
+"""More would be a mistake: each has a cache of its own."""
+
+
+class ClusterParts(RunParts):
+    """The parts of a cluster: those of a run, and of its replicas where they differ.
+
+    Args:
+        config, plugins, workload, naming: as for `RunParts`.
+
+    Attributes:
+        members: the parts of each replica, by number; alike ones are the same object.
+
+    Raises:
+        InputError: as `RunParts`; replicas, a failure or an option that cannot be.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plugins: Plugins | None = None,
+        *,
+        workload: Workload | None = None,
+        naming: Callable[[str], str] | None = None,
+    ) -> None:
+        super().__init__(config, plugins, workload=workload, naming=naming)
+        with self._about("allocation"):
+            if config.allocation != "paged":
+                msg = "replicas have paged memory: leave it out"
+                raise InputError(msg)
+        given = config.replicas
+        tables: list[Mapping[str, Any]] = (
+            [{"count": given}] if isinstance(given, int) else list(given)
+        )
+        self.members: list[RunParts] = []
+        for table in tables:
+            own = {name: value for name, value in table.items() if name != "count"}
+            with self._about("replicas"):
+                if len(self.members) + table.get("count", 1) > MOST_REPLICAS:
+                    msg = f"more than {MOST_REPLICAS:,} are too many"
+                    raise InputError(msg)
+                parts: RunParts = self
+                if own:
+                    # Whichever says how large the pool is, replaces the other.
+                    sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
+                    mine = attrs.evolve(config, **{**sized, **own})
+                    parts = RunParts(mine, self.plugins, workload=self.workload)
+            self.members += [parts] * table.get("count", 1)
+
+    @cached_property
+    def failures(self) -> list[Failure]:
+        """The failures, in the order given."""
+        with self._about("fail"):
+            return [Failure.parse(each) for each in self.config.fail]
+
+    def view(self) -> PrefixView:
+        """Build what the router knows of caches, for one run."""
+        with self._about("view"):
+            return parse_view(self.config.view)
+
+    def router(self) -> Router:
+        """Build the router for one run."""
+        return cast("Router", self.built("router"))
+
+    def cluster(self, trace: Trace | None = None) -> dict[str, Any]:
+        """Build the arguments of `simulate_cluster`, all but its requests."""
+        merged = None if trace is None else ClusterTrace(trace)
+        return {
+            "replicas": [_life(parts) for parts in self.members],
+            "router": self.router(),
+            "view": self.view(),
+            "slo": self.slo,
+            "rate_scale": self.config.rate_scale,
+            "failures": self.failures,
+            "trace": merged,
+        }
+
+
+SIZES = {"blocks", "memory"}
+"""Options that say how large a pool is."""
+
+
+def _life(parts: RunParts) -> Callable[[Recorder | None], dict[str, Any]]:
+    """Return what builds the parts of one life of a replica."""
+
+    def build(trace: Recorder | None) -> dict[str, Any]:
+        made = parts.arguments(trace)
+        if trace is not None:
+            of_all = ("workload", "seed")
+            header = {k: v for k, v in parts.header().items() if k not in of_all}
+            trace.describe(**header)
+        return made
+
+    return build

@@ -1,0 +1,159 @@
+"""One trace of many replicas: their lines, merged by time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
+from typing import Any
+
+from kvcore.request import Key, Request
+from kvcore.trace.fields import encode_runs, key_fields, plain
+from kvcore.trace.writer import JsonRecorder, Trace
+
+_LINES = 4096
+"""Lines that are kept back before it is worth looking which can be written."""
+
+COMMON = ("count", "block_size", "key_tokens", "mode", "executor", "rate_scale", "slo")
+"""Fields of the header that are the same for all replicas."""
+
+
+class ReplicaRecorder(JsonRecorder):
+    """Records the decisions of one replica.
+
+    Args:
+        trace: the trace of the cluster.
+        number: of the replica.
+
+    Attributes:
+        header: what the replica is: fields of the header.
+    """
+
+    def __init__(self, trace: ClusterTrace, number: int) -> None:
+        self.header: dict[str, Any] = {"plugins": {}}
+        self._number = number
+        self._put = trace.put
+        self.write = self._write
+
+    def begin(self, *, plugins: Mapping[str, Mapping[str, Any]], **cache: Any) -> None:
+        """Store what the cache is."""
+        self.describe(plugins=plugins, **cache)
+
+    def describe(self, **header: Any) -> None:
+        """Add to what the replica is."""
+        plugins = self.header["plugins"] | (header.pop("plugins", None) or {})
+        self.header |= plain(header) | {"plugins": plain(plugins)}
+
+    def request(self, request: Request, now: int) -> None:
+        """Do nothing: the cluster has written REQUEST."""
+
+    def recover(
+        self,
+        now: int,
+        *,
+        tier: str,
+        request: int | str,
+        keys: Iterable[Key],
+        first: int,
+        blocks: int,
+    ) -> None:
+        """Write RECOVER, the keys as JSON has them."""
+        named = key_fields(keys, request)
+        super().recover(now, tier=tier, request=request, keys=named, first=first, blocks=blocks)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        runs = line.get("runs")
+        if type(runs) is array:
+            # The sequence goes on writing into its array.
+            line["runs"] = encode_runs(runs)
+        self._put({"n": 0, "t": line["t"], "replica": self._number} | line)
+
+
+class ClusterTrace:
+    """Writes the decisions of a cluster to a trace, in which no line is earlier than another.
+
+    A replica that is not touched while it decodes tells of its blocks afterwards, so lines are
+    kept back until all replicas have come that far. Those of one time stand in the order in
+    which they were made.
+
+    Args:
+        trace: the trace, which has not begun.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._recorders: list[ReplicaRecorder] = []
+        self._lines: list[tuple[int, int, dict[str, Any]]] = []
+        self._made = 0
+        self._full = _LINES
+
+    def recorder(self, number: int) -> ReplicaRecorder:
+        """Return the recorder of a replica, or of a further life of it."""
+        recorder = ReplicaRecorder(self, number)
+        if number == len(self._recorders):
+            self._recorders.append(recorder)
+        return recorder
+
+    def begin(self, router: Mapping[str, Any], **header: Any) -> None:
+        """Describe the cluster in the header: that of replica 0, and what others differ in.
+
+        Args:
+            router: name and options of the router.
+            header: more fields.
+        """
+        first, *_ = headers = [recorder.header for recorder in self._recorders]
+        cache = ("count", "block_size", "key_tokens", "blocks")
+        plugins = first["plugins"] | {"router": plain(router)}
+        self._trace.begin(**{name: first[name] for name in cache}, plugins={})
+        rest = {name: value for name, value in first.items() if name not in (*cache, "plugins")}
+        replicas: list[dict[str, Any]] = []
+        for each in headers:
+            differs = {
+                name: value
+                for name, value in each.items()
+                if name not in COMMON and value != first.get(name)
+            }
+            if replicas and differs == {k: v for k, v in replicas[-1].items() if k != "count"}:
+                replicas[-1]["count"] += 1
+            else:
+                replicas.append({"count": 1, **differs})
+        self._trace.describe(plugins=plugins, replicas=replicas, **rest, **header)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many lines are kept back that it is worth to `flush`."""
+        return len(self._lines) > self._full
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Keep a line until its time has come."""
+        self._made += 1
+        heappush(self._lines, (line["t"], self._made, line))
+
+    def flush(self, until: int) -> None:
+        """Write the lines before `until` (ns): no other that is earlier will be made."""
+        lines = self._lines
+        while lines and lines[0][0] < until:
+            # Looked up for each: it changes with the first.
+            self._trace.write(heappop(lines)[2])
+        self._full = _LINES + 2 * len(lines)
+
+    def request(self, request: Request, now: int) -> None:
+        """Write REQUEST."""
+        self.put(self._trace.request_line(request, now))
+
+    def route(self, now: int, request: Request, replica: int, hit_tokens: int) -> None:
+        """Write ROUTE: `request` is sent to `replica`, which is thought to have so much."""
+        line = {"n": 0, "t": now, "event": "ROUTE", "request": request.id, "replica": replica}
+        self.put(line | ({"tokens": hit_tokens} if hit_tokens else {}))
+
+    def refuse(self, now: int, request: Request, why: str) -> None:
+        """Write REJECT: no replica got `request`."""
+        self.put({"n": 0, "t": now, "event": "REJECT", "request": request.id, "why": why})
+
+    def fail(self, now: int, replica: int) -> None:
+        """Write FAIL: `replica` has lost its K/V and its requests."""
+        self.put({"n": 0, "t": now, "replica": replica, "event": "FAIL"})
+
+    def rejoin(self, now: int, replica: int) -> None:
+        """Write RETURN: `replica` is up again, with an empty cache."""
+        self.put({"n": 0, "t": now, "replica": replica, "event": "RETURN"})
