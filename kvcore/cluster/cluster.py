@@ -251,7 +251,7 @@ class Cluster:
             self._begin(server, now)
 
     def _begin(self, server: Server, now: int) -> None:
-        """BEGIN: begin the next turn of a replica, or let it rest until it has something to do."""
+        """BEGIN: begin the next turn of a replica, or let it rest until there is one."""
         loop = server.loop
         loop.wake(now)
         server.busy = loop.begin()
