@@ -12,6 +12,7 @@ import click
 
 from kvcore.cli.options import (
     batching_options,
+    cluster_options,
     config_of,
     names_from_file,
     naming,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 @shared("memory")
 @batching_options
 @shared("allocation")
+@cluster_options
 @traffic_options
 @output_options
 @click.option(
@@ -86,7 +88,13 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     """
     from_file = names_from_file(ctx, given)
     config = config_of(given, "simulate")
-    parts = RunParts(config, naming=naming(given["config"], from_file))
+    named = naming(given["config"], from_file)
+    if config.is_cluster:
+        from kvcore.cli.cluster import simulate_replicas  # noqa: PLC0415 - of several servers
+
+        simulate_replicas(config, given, named)
+        return
+    parts = RunParts(config, naming=named)
     out = given["out"]
     with outputs(parts, given) as (trace, write_metrics):
         measured = given["residency"]

@@ -103,6 +103,7 @@ def simulate_cluster(
         failures=failures,
         trace=trace,
     )
+    check_block_sizes(server.loop.cache for server in cluster.servers)
     if trace is not None:
         routing = {"view": str(view), "fail": [str(each) for each in failures]}
         trace.begin(describe(router), routing=routing, **(header or {}))

@@ -332,6 +332,11 @@ class RunConfig:
         return self.mode != "compare"
 
     @property
+    def is_cluster(self) -> bool:
+        """Whether several servers share the requests, or one that differs, or fails."""
+        return self.replicas != 1 or bool(self.fail)
+
+    @property
     def batching(self) -> Batching:
         """The caps of a step.
 
@@ -595,7 +600,7 @@ def _tiers(value: object) -> tuple[Any, ...]:
 
 def _replicas(value: object) -> Any:
     if isinstance(value, int | str):
-        return check_whole(_whole(value))
+        return check_whole(_whole(value), 1)
     if isinstance(value, Mapping):
         value = (value,)
     if not isinstance(value, list | tuple) or not value:
@@ -607,15 +612,16 @@ def _replica(table: object) -> Mapping[str, Any]:
     """Read the options of servers that are alike."""
     if not isinstance(table, Mapping):
         return _refuse("a table of options", table)
-    given = renamed({str(name).replace("-", "_"): value for name, value in table.items()})
+    given = {str(name).replace("-", "_"): value for name, value in table.items()}
     check_names(given, ["count", *OF_REPLICAS])
-    return {
-        name: check_whole(_whole(value)) if name == "count" else read_option(name, value)
-        for name, value in given.items()
-    }
+    own = {name: read_option(name, value) for name, value in given.items() if name != "count"}
+    count = check_whole(_whole(given.get("count", 1)), 1)
+    return {"count": count, **own}
 
 
 def _failures(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list | tuple):
