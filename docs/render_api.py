@@ -24,6 +24,7 @@ ROOMS = (
     "kvcore.request",
     "kvcore.cache",
     "kvcore.serving",
+    "kvcore.cluster",
     "kvcore.engine",
     "kvcore.tiers",
     "kvcore.trace",

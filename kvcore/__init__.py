@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ScoreEviction,
         Span,
     )
+    from kvcore.cluster import Replica, Router
     from kvcore.engine import Backend, Codec, Generator, ScoreRetention
     from kvcore.errors import (
         InputError,
@@ -37,7 +38,7 @@ _CALLS = ("compare", "plan", "run", "simulate")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
-    *("engine", "tiers"),
+    *("engine", "tiers", "cluster"),
 )
 """Where all but the calls are defined, lower rooms first."""
 
@@ -57,8 +58,10 @@ __all__ = [
     "Plugins",
     "PolicyError",
     "PrefixIndex",
+    "Replica",
     "Request",
     "RetentionPolicy",
+    "Router",
     "Scheduler",
     "ScoreEviction",
     "ScoreRetention",

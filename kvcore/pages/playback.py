@@ -312,6 +312,8 @@ class Playback:
         # By tier and owner of the content, where the last block that is there ends.
         self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
         structs = events.EVENTS | {"FORGET": events.Drop}
+        for name in events.OF_CLUSTERS:
+            del structs[name]
         self._kinds = {struct: KIND[name] for name, struct in structs.items()}
         self._evict_type = structs.pop("EVICT")
         self._record: dict[type[events.Event], Callable[[Any], None]] = {

@@ -485,6 +485,9 @@ EVENTS: dict[str, type[Event]] = {
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
+OF_CLUSTERS = ("ROUTE", "FAIL", "RETURN")
+"""Events that no server by itself has."""
+
 # Not as a property: readers ask for it several times a line.
 _structs: list[type[Event]] = [*EVENTS.values(), Drop]
 for _struct in _structs:

@@ -35,6 +35,7 @@ LAYERS = [
     {"cache"},
     {"trace", "tiers"},
     {"serving"},
+    {"cluster"},
     {"engine"},
     {"config"},
     {"analysis", "kv_events"},

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore import Request
-from kvcore.cluster import Replica, Router
+from kvcore import Replica, Request, Router
 
 
 @attrs.define(slots=False, eq=False)
