@@ -29,10 +29,9 @@ def simulate_replicas(
     parts = ClusterParts(config, naming=naming)
     with outputs(parts, given) as (trace, write_metrics):
         source = parts.workload
-        made = parts.cluster(trace)
         with progress(f"simulating {source.name}", source.size) as tick:
             requests = source if tick is unseen else ticked(check_keys(source), tick)
-            result = simulate_cluster(requests, **made, residency=False)
+            result = simulate_cluster(requests, **parts.cluster(trace), residency=False)
         document = document_of(parts, result)
         write_metrics(result, document)
         if given["price"] is not None:

@@ -40,7 +40,7 @@ from kvcore.files import make_directory, refuse_overwrite
 from kvcore.progress import silent, ticked, unseen
 from kvcore.serving import Result, Scheduler
 from kvcore.serving import simulate as run_simulation
-from kvcore.serving.result import REQUESTS, SUMMARY
+from kvcore.serving.result import REQUESTS, SUMMARY, Reported
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 from kvcore.workloads import check_keys
@@ -187,7 +187,7 @@ TRACE = "trace.jsonl.gz"
 @contextmanager
 def outputs(
     parts: RunParts, given: Mapping[str, Any]
-) -> Iterator[tuple[Trace | None, Callable[[Result, dict[str, Any]], None]]]:
+) -> Iterator[tuple[Trace | None, Callable[[Reported, dict[str, Any]], None]]]:
     """Open what a run writes; yield its trace, if any, and a function that writes metrics.
 
     If the body raises, no file is left of it, nor a directory that was made for it.
@@ -220,7 +220,7 @@ def outputs(
 
 
 def _write_metrics(
-    write: Callable[[str], object] | None, result: Result, document: dict[str, Any]
+    write: Callable[[str], object] | None, result: Reported, document: dict[str, Any]
 ) -> None:
     if write is not None:
         from kvcore.report import run_metrics  # noqa: PLC0415 - no other option needs it

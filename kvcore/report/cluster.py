@@ -35,10 +35,10 @@ class ClusterReport(SimulationReport):
         replicas = self.summary["replicas"]
         if len(replicas) <= MOST_ROWS:
             return [_row(str(each["replica"]), [each]) for each in replicas]
-        ranked = iter(sorted(replicas, key=lambda each: -each["requests"]))
+        ranked = iter(sorted(replicas, key=lambda each: -(each["busy"] or 0)))
         sizes = [len(replicas) // GROUPS + (n < len(replicas) % GROUPS) for n in range(GROUPS)]
-        names = [f"{sizes[0]} with most", *(f"next {size}" for size in sizes[1:-1])]
-        names.append(f"{sizes[-1]} with fewest")
+        names = [f"{sizes[0]} busiest", *(f"next {size}" for size in sizes[1:-1])]
+        names.append(f"{sizes[-1]} least busy")
         parts = [list(islice(ranked, size)) for size in sizes]
         return [_row(name, part) for name, part in zip(names, parts, strict=True)]
 
@@ -47,7 +47,7 @@ class ClusterReport(SimulationReport):
         """What groups are, and what became of the requests of replicas that failed."""
         summary, lines = self.summary, []
         if len(summary["replicas"]) > MOST_ROWS:
-            lines.append("Replicas by the requests they served; figures are means of a group.")
+            lines.append("Replicas by the time they were busy; figures are means of a group.")
         failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
         if failed:
             times = counted(sum(each["failures"] for each in summary["replicas"]), "time")
@@ -93,7 +93,9 @@ class ClusterReport(SimulationReport):
     @property
     def _pool(self) -> str:
         groups, size = self.config["replicas"], self.config["block_size"]
-        memory = sum(each["count"] * each["blocks"] * each["bytes_per_block"] for each in groups)
+        memory = sum(
+            each["count"] * each["blocks"] * each["bytes_per_block"] for each in groups
+        )
         pools = " and ".join(f"{each['count']:,} x {each['blocks']:,}" for each in groups)
         codecs = " and ".join(dict.fromkeys(each["codec"] for each in groups))
         return (
@@ -112,11 +114,8 @@ class ClusterReport(SimulationReport):
         for name, label in (("requests", "requests a replica"), ("busy", "busy time of one")):
             uneven = summary["imbalance"][name]
             if uneven is not None:
-                yield (
-                    label,
-                    f"at most {format_number(uneven['most'])} times the mean, "
-                    f"deviation {share(uneven['variation'])} of it",
-                )
+                most, deviation = format_number(uneven["most"]), share(uneven["variation"])
+                yield label, f"at most {most} times the mean, deviation {deviation} of it"
 
 
 def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
