@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from kvcore.cache.residency import CacheStats
+from kvcore.cluster.autoscale import Change
 from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
@@ -68,6 +69,9 @@ class ClusterResult(Outcome):
         router: the router.
         retried: how often a request was served again since its replica failed.
         wall_s: seconds the run took on this machine; all else is the same on every one.
+        changes: what a planner decided, in order.
+        rented_ns: for how long replicas were up, start up or end their last requests, in sum;
+            None: without a planner all are up.
     """
 
     replica: Sequence[int]
@@ -75,6 +79,8 @@ class ClusterResult(Outcome):
     router: Router
     retried: int
     wall_s: float = 0.0
+    changes: Sequence[Change] = ()
+    rented_ns: int | None = None
 
     @cached_property
     def stats(self) -> CacheStats:
@@ -121,6 +127,13 @@ class ClusterResult(Outcome):
         """Seconds in which each replica ran steps."""
         return [sum(each.log.busy_ps for each in lives) / PS_PER_S for lives in self.lives]
 
+    @property
+    def replica_s(self) -> float:
+        """Seconds for which replicas were paid for, in sum."""
+        if self.rented_ns is not None:
+            return self.rented_ns / NS_PER_S
+        return len(self.lives) * self.simulated_s
+
     @cached_property
     def served(self) -> list[int]:
         """Requests that each replica has served."""
@@ -156,6 +169,11 @@ class ClusterResult(Outcome):
             "loaded_tokens": sum(log.loaded),
             "reuse_ratio": attrs.asdict(self.reuse_ratio),
             "retried": self.retried,
+            "replica_s": self.replica_s,
+            "changes": [
+                {"t_s": each.at / NS_PER_S, "replica": each.replica, "up": each.up}
+                for each in self.changes
+            ],
             "imbalance": {
                 name: None if share is None else attrs.asdict(share)
                 for name, share in shares.items()
