@@ -215,7 +215,10 @@ class TraceChecker:
         self._due: tuple[str, int, str | None] | None = None
         # Plain requests for what a server says have one check: that of their life cycle.
         checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
-        checks |= dict.fromkeys(("ROUTE", "FAIL", "RETURN"), self._refuse_routing)
+        # Imported with the header that was read, if not before.
+        from kvcore.trace.events import OF_CLUSTERS  # noqa: PLC0415  (imports msgspec)
+
+        checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
         self._checks: dict[str, Callable[[Any], None]] = checks
         self._tiers = self._tier_checker()
 

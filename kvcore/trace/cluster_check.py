@@ -10,7 +10,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.trace.check import TraceChecker, expires
 from kvcore.trace.lifecycle import PREEMPTIONS
-from kvcore.trace.replicas import Replicas
+from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.state import Hits, violated
 from kvcore.units import parse_seconds
 
@@ -25,14 +25,15 @@ class CheckedReplica:
 
     Attributes:
         header: what HEADER says of it.
-        up: whether it is; `failures` counts when not.
+        leaving: whether it is sent no more requests, and fails when it has ended all.
+        failures: how often it failed, or stopped.
         routed, finished, rejected, preemptions, hits: counts of the lives before this one;
             `routed` of this one too.
         sent: keys of what was routed to it in this life, and generated there.
     """
 
     header: Header
-    up: bool = True
+    leaving: bool = False
     failures: int = 0
     routed: int = 0
     finished: int = 0
@@ -55,7 +56,7 @@ class CheckedReplica:
         self.finished, self.rejected = report["finished"], report["rejected"]
         self.preemptions = report["preemptions"]
         self.hits.add(self.life.state.hits)
-        self._life, self.up = None, False
+        self._life, self.leaving = None, False
         self.failures += 1
         self.sent.clear()
 
@@ -95,6 +96,7 @@ class ClusterChecker:
         self._header = header
         self._placed = Replicas(header)
         self.replicas = [CheckedReplica(own) for own in self._placed.headers]
+        self._up = self._placed.up[:]
         self._rejected = 0
         self._known: set[int | str] = set()
         # Where requests are; and of those that are nowhere, since when.
@@ -102,7 +104,10 @@ class ClusterChecker:
         self._since: dict[int | str, int] = {}
         self._returned: int | None = None
         routing = header.routing or {}
-        self._failures = _schedule(routing["fail"]) if "fail" in routing else None
+        self._scales = "autoscale" in routing
+        self._failures = None
+        if "fail" in routing and not self._scales:
+            self._failures = _schedule(routing["fail"])
         eviction = header.plugins.get("eviction")
         self._exact = routing.get("view") == "exact" and not (
             eviction is None or expires(eviction.name)
@@ -126,11 +131,11 @@ class ClusterChecker:
             return
         number, line = placed
         replica = self.replicas[number]
-        if name in ("FAIL", "RETURN"):
-            self._change(event, replica)
+        if name in CHANGES:
+            self._change(event, number)
             return
-        if not replica.up:
-            violated(f"replica {number} has failed, and has not returned")
+        if not self._up[number]:
+            violated(f"replica {number} is not up")
         if name == "ROUTE":
             self._route(event, line, replica)  # type: ignore[arg-type]
         replica.life.apply(line)
@@ -155,7 +160,7 @@ class ClusterChecker:
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [
-                {"replica": number, "up": each.up, "failures": each.failures}
+                {"replica": number, "up": self._up[number], "failures": each.failures}
                 | {"routed": each.routed}
                 | {name: value for name, value in part.items() if name != "header"}
                 for number, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
@@ -179,6 +184,8 @@ class ClusterChecker:
     ) -> None:
         if event.request in self._at:
             violated(f"request {event.request!r} is at replica {self._at[event.request]}")
+        if replica.leaving:
+            violated(f"replica {event.replica} leaves: it is sent no more requests")
         since = self._since.pop(event.request)
         if self._header.mode != "wall" and event.t not in (since, self._returned):
             violated(f"request {event.request!r} waits since {since} ns, with replicas up")
@@ -200,20 +207,28 @@ class ClusterChecker:
             if tokens != cached:
                 violated(f"{tokens} tokens are thought to be there; {cached} are")
 
-    def _change(self, event: Event, replica: CheckedReplica) -> None:
-        """Apply FAIL or RETURN."""
-        fails, number = event.event == "FAIL", event.replica
-        if replica.up is not fails:
-            violated(f"replica {number} is {'up' if replica.up else 'down'} already")
+    def _change(self, event: Event, number: int) -> None:
+        """Apply FAIL, RETURN or LEAVE."""
+        name, replica = event.event, self.replicas[number]
+        if self._up[number] is (name == "RETURN"):
+            violated(f"replica {number} is {'up' if self._up[number] else 'not up'}")
+        if name == "LEAVE":
+            if replica.leaving or not self._scales:
+                violated(f"replica {number} does not leave")
+            replica.leaving = True
+            return
         if self._failures is not None:
             due = self._failures.pop() if self._failures else None
-            if due != (event.t, not fails, number):
+            if due != (event.t, name == "RETURN", number):
                 violated("HEADER has no such failure next")
-        if not fails:
-            replica.up, self._returned = True, event.t
+        self._up[number] = name == "RETURN"
+        if name == "RETURN":
+            self._returned = event.t
             return
-        replica.fail()
         lost = [id_ for id_, at in self._at.items() if at == number]
+        if self._scales and (lost or not replica.leaving):
+            violated(f"replica {number} stops before it has ended all")
+        replica.fail()
         for id_ in lost:
             del self._at[id_]
             self._since[id_] = event.t

@@ -220,7 +220,7 @@ class ServerReader(TraceReader):
 
     def _of_replica(self, header: Header, lines: Iterator[Event]) -> Iterator[Event]:
         """Yield the lines of the life of a replica that was asked for."""
-        from kvcore.trace.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
+        from kvcore.trace.replicas import CHANGES, Replicas  # noqa: PLC0415  (imports msgspec)
 
         try:
             replicas = Replicas(header)
@@ -233,27 +233,26 @@ class ServerReader(TraceReader):
             msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
             raise InputError(msg)
         yield replicas.headers[number]
-        down = False
         for event in lines:
             try:
                 placed = replicas.place(event)
             except ValueError as error:
                 self.fail(f"{event.event}: {error}")
             mine = placed is not None and placed[0] == number
-            if mine and event.event in ("FAIL", "RETURN"):
-                down = event.event == "FAIL"
-                if down and life is None:
-                    msg = (
-                        f"{self.file}: replica {number} fails at {event.t / NS_PER_S:g} s, and "
-                        f"has lost all then: --replica {number}:1 is what was before that, "
-                        f"--replica {number}:2 what followed"
-                    )
-                    raise InputError(msg)
-            elif not down and life in (None, replicas.lives[number]):
-                if placed is not None and mine:
-                    yield placed[1]
-                elif event.event == "END":
-                    yield event
+            at = replicas.lives[number]
+            if mine and life is None and event.event == "RETURN" and at > 1:
+                msg = (
+                    f"{self.file}: replica {number} had lost all when it returned at "
+                    f"{event.t / NS_PER_S:g} s: give --replica {number}:1 for what was before "
+                    f"that, and --replica {number}:2 for what followed"
+                )
+                raise InputError(msg)
+            if life not in (None, at):
+                continue
+            if placed is not None and mine and event.event not in CHANGES:
+                yield placed[1]
+            elif event.event == "END" and replicas.up[number]:
+                yield event
         if life is not None and not 0 < life <= replicas.lives[number]:
             lives = replicas.lives[number]
             msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"

@@ -51,7 +51,8 @@ class Replicas:
 
     Attributes:
         headers: of each replica.
-        lives: which life each replica has, from 1 on.
+        lives: which life each replica has, from 1 on; 0: it was never up.
+        up: whether each replica is.
         requests: the REQUEST lines of those that have not ended, by id.
     """
 
@@ -62,14 +63,19 @@ class Replicas:
             ViolationError: it has none, or too many.
         """
         self.headers = replica_headers(header)
-        self.lives = [1] * len(self.headers)
+        routing, count = header.routing or {}, len(self.headers)
+        up = routing.get("up", count)
+        if type(up) is not int or not 0 <= up <= count:
+            violated(f"routing says that {up!r:.40} of {count} replicas are up")
+        self.up = [number < up for number in range(count)]
+        self.lives = [int(each) for each in self.up]
         self.requests: dict[int | str, events.Request] = {}
 
     def place(self, event: Event) -> tuple[int, Event] | None:
         """Return the replica of the next line after HEADER, and the line as that has it.
 
-        ROUTE is a REQUEST that comes then. A life begins with RETURN. None: the line is of no
-        replica, as REQUEST, END, and the REJECT of a router are.
+        ROUTE is a REQUEST that comes then. None: the line is of no replica, as REQUEST, END,
+        and the REJECT of a router are.
 
         Raises:
             ViolationError: the replica or the request is not there.
@@ -87,6 +93,9 @@ class Replicas:
             violated(f"field 'replica' must {must}")
         if name == "RETURN":
             self.lives[replica] += 1
+            self.up[replica] = True
+        elif name == "FAIL":
+            self.up[replica] = False
         elif name == "ROUTE":
             id_: int | str = event.request  # type: ignore[attr-defined]
             request = self.requests.get(id_)
@@ -95,6 +104,9 @@ class Replicas:
             return replica, replace(request, n=event.n, t=event.t, replica=replica)
         return replica, event
 
+
+CHANGES = ("FAIL", "RETURN", "LEAVE")
+"""Events by which replicas come and go."""
 
 NOBODYS = ("REQUEST", "END")
 """Events that are of no replica."""
