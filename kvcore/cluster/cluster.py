@@ -82,8 +82,14 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
-        gone = "" if self.duration is None else f",for={self.duration / NS_PER_S:g}"
-        return f"replica={self.replica},at={self.at / NS_PER_S:g}{gone}"
+        gone = "" if self.duration is None else f",for={_seconds(self.duration)}"
+        return f"replica={self.replica},at={_seconds(self.at)}{gone}"
+
+
+def _seconds(ns: int) -> str:
+    """Return a time in seconds, exactly."""
+    whole, rest = divmod(ns, NS_PER_S)
+    return f"{whole}.{rest:09d}".rstrip("0").rstrip(".")
 
 
 class Server:
