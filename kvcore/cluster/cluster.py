@@ -145,7 +145,8 @@ class Cluster:
     ) -> None:
         self._arrivals = arrivals
         self._trace = trace
-        self._telling = view.wants_events
+        # Nobody listens where the router does not ask.
+        self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
         # Requests that wait for a replica that is up.
         self._held: deque[tuple[int, Request]] = deque()
@@ -155,7 +156,8 @@ class Cluster:
         replicas = [server.loop.replica(server.number) for server in self.servers]
         self.dispatcher = Dispatcher(router, replicas, view)
         for server, replica in zip(self.servers, replicas, strict=True):
-            view.connect(server.number, server.loop.cache)
+            if self._telling:
+                view.connect(server.number, server.loop.cache)
             self.dispatcher.joined(replica, 0)
         self._returns = 0
         self._fail_at = NEVER
@@ -309,7 +311,8 @@ class Cluster:
         replica = self.dispatcher.replicas[server.number]
         server.loop.wake(now)
         server.loop.rejoin(replica)
-        self.dispatcher.view.connect(server.number, server.loop.cache)
+        if self._telling:
+            self.dispatcher.view.connect(server.number, server.loop.cache)
         if self._trace is not None:
             self._trace.rejoin(now, server.number)
         self.dispatcher.joined(replica, now)
