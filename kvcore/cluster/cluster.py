@@ -161,7 +161,8 @@ class Cluster:
     ) -> None:
         self._arrivals = arrivals
         self._trace = trace
-        self._telling = view.wants_events
+        # Nobody listens where the router does not ask.
+        self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
         # Requests that wait for a replica that is up.
         self._held: deque[tuple[int, Request]] = deque()
@@ -358,7 +359,8 @@ class Cluster:
         server.up = True
         server.loop.wake(now)
         server.loop.rejoin(replica)
-        self.dispatcher.view.connect(server.number, server.loop.cache)
+        if self._telling:
+            self.dispatcher.view.connect(server.number, server.loop.cache)
         self.dispatcher.joined(replica, now)
 
     def _leave(self, server: Server, now: int) -> None:
