@@ -30,7 +30,8 @@ class Longest(Router):
             (now, [(each.number, each.hit_tokens, round(each.usage, 9)) for each in replicas])
         )
         return min(
-            replicas, key=lambda each: (-each.hit_tokens, each.usage, each.requests, each.number)
+            replicas,
+            key=lambda each: (-each.hit_tokens, each.usage, each.requests, each.number),
         )
 
 
