@@ -10,6 +10,7 @@ import attrs
 
 from kvcore.cache import Recorder
 from kvcore.cluster import Failure, PrefixView, Router, parse_view
+from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
@@ -53,11 +54,13 @@ class ClusterParts(RunParts):
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
         given = config.replicas
+        if self.split is not None:
+            given = self.split.replicas if given == 1 else given
         tables: Sequence[Mapping[str, Any]] = (
             [{"count": given}] if isinstance(given, int) else given
         )
         self.groups: list[tuple[int, RunParts]] = []
-        alone = {"replicas": 1, "fail": ()}
+        alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
         for table in tables:
             own = {name: value for name, value in table.items() if name != "count"}
             # Whichever says how large the pool is, replaces the other.
@@ -71,6 +74,14 @@ class ClusterParts(RunParts):
                 msg = f"more than {MOST_REPLICAS:,} are too many"
                 raise InputError(msg)
         self.members = [parts for count, parts in self.groups for _ in range(count)]
+        with self._about("disaggregate"):
+            if self.split is not None and self.split.replicas != len(self.members):
+                msg = (
+                    f"{self.split.replicas} replicas are in its pools, but replicas gives "
+                    f"{len(self.members)}: give as many, or leave replicas out"
+                )
+                raise InputError(msg)
+            _ = self.phases()
 
     @cached_property
     def failures(self) -> list[Failure]:
@@ -88,6 +99,33 @@ class ClusterParts(RunParts):
         with self._about("autoscale"):
             text = self.config.autoscale
             return None if text is None else parse_planner(text)
+
+    @cached_property
+    def split(self) -> Split | None:
+        """How the phases are split, if they are."""
+        with self._about("disaggregate"):
+            text = self.config.disaggregate
+            return None if text is None else Split.parse(text)
+
+    def phases(self) -> dict[str, Any] | None:
+        """Build what `PhaseCluster` is given besides for one run, if phases are split."""
+        split = self.split
+        if split is None:
+            return None
+        sizes = {
+            parts.deployment.bytes_per_block * parts.deployment.devices
+            for parts in self.members
+        }
+        if len(sizes) > 1:
+            msg = f"replicas have blocks of {sorted(sizes)} bytes: give all the same K/V"
+            raise InputError(msg)
+        return {
+            "split": split,
+            "decode_router": self.plugins.build("router", split.router, self._defaults()),
+            "decode_view": self.view(),
+            "block_bytes": sizes.pop(),
+            "layers": self.model.layers,
+        }
 
     def router(self) -> Router:
         """Build the router for one run."""
@@ -111,6 +149,7 @@ class ClusterParts(RunParts):
             "block_size": self.geometry.block_size,
             "view": self.config.view,
             "fail": [str(each) for each in self.failures],
+            **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
 
     def cluster(self, trace: Trace | None = None) -> dict[str, Any]:
@@ -124,6 +163,7 @@ class ClusterParts(RunParts):
             "rate_scale": self.config.rate_scale,
             "failures": self.failures,
             "planner": self.planner(),
+            "phases": self.phases(),
             "trace": merged,
         }
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
@@ -443,8 +443,11 @@ class ServingLoop:
             at, request = arrivals.take()
             self._arrive(request, at, at)
 
-    def _arrive(self, request: Request, now: int, arrival: int) -> None:
-        """Queue a request that its client sent at `arrival` (ns), or reject it."""
+    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> None:
+        """Queue a request that its client sent at `arrival` (ns), or reject it.
+
+        `known` is what its job is from the start, where another server has begun with it.
+        """
         self._serial += 1
         job = Job(
             request,
@@ -454,6 +457,7 @@ class ServingLoop:
             request.prompt_tokens,
             request.slo or self.log.slo,
             output_tokens=request.output_tokens,
+            **known,
         )
         if self._cache.trace is not None:
             self._cache.announce(request, now)
