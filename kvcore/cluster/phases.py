@@ -130,7 +130,7 @@ class Split:
     def __str__(self) -> str:
         """Return the split as `parse` reads it."""
         seconds = f"{self.latency / NS_PER_S:.9f}".rstrip("0").rstrip(".")
-        fields = attrs.asdict(self) | {"latency": seconds}
+        fields = attrs.asdict(self) | {"bandwidth": f"{self.bandwidth}B", "latency": f"{seconds}s"}
         return ",".join(f"{name}={value}" for name, value in fields.items())
 
 

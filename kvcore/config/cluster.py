@@ -112,10 +112,7 @@ class ClusterParts(RunParts):
         split = self.split
         if split is None:
             return None
-        sizes = {
-            parts.deployment.bytes_per_block * parts.deployment.devices
-            for parts in self.members
-        }
+        sizes = {parts.deployment.bytes_per_block for parts in self.members}
         if len(sizes) > 1:
             msg = f"replicas have blocks of {sorted(sizes)} bytes: give all the same K/V"
             raise InputError(msg)
