@@ -267,6 +267,7 @@ class PhaseLoop(ReplicaLoop):
                 continue
             before = move.job
             assert before is not None
+            self._cache.adopt(request)
             known = ("admitted", "hit", "loaded", "pauses", "recomputes", "swaps")
             names = {name: getattr(before, name) for name in known}
             self._arrive(request, sent, arrival, **names)
@@ -418,21 +419,23 @@ class PhaseCluster(Cluster):
             else:
                 self._refuse(request, now, arrival, "all replicas that prefill have failed")
             return
-        server = self._dispatch(pool, request, now, arrival)
+        splits = name == "prefill" and request.output_tokens > 1
+        leg = "prefill" if splits else ""
+        server = self._dispatch(pool, request, now, arrival, leg)
         if server is None:
             self._refuse(request, now, arrival, "the router refused it")
             return
-        leg = request
-        if name == "prefill" and request.output_tokens > 1:
+        sent = request
+        if splits:
             self._serial += 1
             move = Move(request, arrival, self._serial, server)
             self._moves[request.id] = _loop(server).outgoing[request.id] = move
-            leg = attrs.evolve(request, output_tokens=1, output_keys=())
-        server.loop.inbox.put(leg, now, arrival)
+            sent = attrs.evolve(request, output_tokens=1, output_keys=())
+        server.loop.inbox.put(sent, now, arrival)
         self._touch(server, now)
 
     def _dispatch(
-        self, pool: Dispatcher, request: Request, now: int, arrival: int
+        self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str
     ) -> Server | None:
         """Ask the router of a pool; return the replica, or None if it refuses."""
         replica = pool.route(request, now)
@@ -441,7 +444,7 @@ class PhaseCluster(Cluster):
         server = self.servers[replica.number]
         server.sent[request.id] = arrival, request
         if self._trace is not None:
-            self._trace.route(now, request, replica.number, replica.hit_tokens)
+            self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
         return server
 
     def _send(self, move: Move, now: int) -> None:
@@ -456,7 +459,7 @@ class PhaseCluster(Cluster):
             return
         move.target = None
         if pool.up:
-            move.target = self._dispatch(pool, move.request, now, move.arrival)
+            move.target = self._dispatch(pool, move.request, now, move.arrival, "decode")
         if move.target is None:
             move.refused = (
                 "the router refused it" if pool.up else "all replicas that decode have failed"

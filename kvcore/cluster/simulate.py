@@ -125,6 +125,7 @@ def simulate_cluster(
         }
         if phases is not None:
             routing |= {"disaggregate": str(phases["split"])}
+            routing |= {"block_bytes": phases["block_bytes"]}
         if cluster.scaler is not None:
             routing |= {"autoscale": describe(cluster.scaler.planner)}
             routing |= {"up": cluster.scaler.first}
