@@ -40,6 +40,7 @@ VERBS = {
     "replay": "kvcore.cli.replay",
     "report": "kvcore.cli.report",
     "run": "kvcore.cli.run",
+    "serve": "kvcore.cli.serve",
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",

@@ -93,6 +93,9 @@ class LiveInbox(Arrivals):
         """Tell of a request that has ended."""
         self._on_ended(request, now)
 
+    def check_all_came(self) -> None:
+        """Do nothing: no request waits for another here."""
+
 
 class Tally(RunLog):
     """Counts of a server that never ends: no row a request.
@@ -102,6 +105,7 @@ class Tally(RunLog):
         prompt_tokens, output_tokens, hit_tokens: of those that have finished.
         ttft_ns, e2e_ns: sums of their times.
         why: the last one was rejected.
+        cancelled: the last one whose client has gone.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -110,10 +114,11 @@ class Tally(RunLog):
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.ttft_ns = self.e2e_ns = 0
         self.why = ""
+        self.cancelled: int | str | None = None
 
     def ended(self, job: Job, now: int) -> None:
         """Count a request that has ended."""
-        if job.data is CANCELLED:
+        if job.request.id == self.cancelled:
             self.requests[CANCELLED] += 1
             return
         self.requests[FINISHED] += 1
@@ -126,7 +131,8 @@ class Tally(RunLog):
     def rejected(self, job: Job, why: str) -> None:
         """Count a request that could not be served."""
         self.why = why
-        self.requests[CANCELLED if job.data is CANCELLED else REJECTED] += 1
+        how = CANCELLED if job.request.id == self.cancelled else REJECTED
+        self.requests[how] += 1
 
 
 @attrs.define(eq=False)
@@ -183,10 +189,9 @@ class LiveLoop(ServingLoop):
         """Take what has come, let go of those whose clients have gone, and plan."""
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
-        begun = super().begin()
-        if self.inbox.left and self._let_go(self.clock_ps // PS_PER_NS):
-            begun = super().begin()
-        return begun
+        if self.inbox.left:
+            self._let_go(self.clock_ps // PS_PER_NS)
+        return super().begin()
 
     def end(self) -> None:
         """Run a step, and tell its tokens."""
@@ -248,8 +253,8 @@ class LiveLoop(ServingLoop):
         if self._stored is not None and isinstance(request, TextRequest):
             self._stored.closed(request)
 
-    def _let_go(self, now: int) -> bool:
-        """Abort the requests whose clients have gone; return whether there was one.
+    def _let_go(self, now: int) -> None:
+        """Abort the requests whose clients have gone.
 
         One that is to be loaded or to resume is left until it runs.
         """
@@ -265,26 +270,75 @@ class LiveLoop(ServingLoop):
                 stay.add(name)
         with inbox.changed:
             inbox.left |= stay
-        return left != stay
 
     def _abort(self, each: OpenRequest, now: int) -> bool:
         """End a request before its time; return False if that has to wait until it runs."""
         job, trace, request = each.job, self._cache.trace, each.job.request
-        job.data = CANCELLED
-        if job.stage == WAITING and job.admitted is None:
+        waits = job.stage == WAITING and job.admitted is None
+        if not (waits or job.stage in (PREFILL, DECODE)):
+            return False
+        self.log.cancelled = request.id
+        if waits:
             self.batcher.waiting.remove(job, now)
             self.batcher.changed = True
             self._reject(job, "its client has gone", now)
-        elif job.stage in (PREFILL, DECODE) and job.seq is not None:
+        elif job.seq is not None:
             job.output_tokens = job.generated
             if trace is not None:
                 trace.finish(now, request=request.id, seq=job.seq.id, output=job.output_tokens)
             self.batcher.abort(job, now)
             self.log.ended(job, now)
             self._gone(request, now)
-        else:
-            return False
         self._tensors.streams.pop(request.id, None)
         del self.open[request.id]
         each.listener(Tokens(end=CANCELLED))
         return True
+
+
+class LiveEngine:
+    """A thread that serves, and what one asks it.
+
+    Args:
+        loop: the loop.
+        on_failure: called on the engine's thread with an error that has ended it.
+    """
+
+    def __init__(self, loop: LiveLoop, on_failure: Callable[[BaseException], None]) -> None:
+        self.loop = loop
+        self.failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="kvcore-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Serve `request`; `listener` is called on the engine's thread, last with an end."""
+        self.loop.listeners[request.id] = listener
+        self.loop.inbox.put(request)
+        if self.failure is not None:
+            listener(Tokens(end=FAILED, reason=str(self.failure)))
+
+    def cancel(self, request: int | str) -> None:
+        """End a request whose client has gone."""
+        self.loop.inbox.leave(request)
+
+    def close(self) -> None:
+        """End when all requests have ended, and wait for that."""
+        self.loop.inbox.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        loop = self.loop
+        try:
+            loop.run()
+        except BaseException as error:  # noqa: BLE001 - it would be lost with the thread
+            self.failure = error
+            ended = Tokens(end=FAILED, reason=str(error))
+            for listener in (
+                *(each.listener for each in loop.open.values()),
+                *loop.listeners.values(),
+            ):
+                listener(ended)
+            self._on_failure(error)
