@@ -481,7 +481,12 @@ class Result(Outcome):
 
     @cached_property
     def offered_load(self) -> float | None:
-        """Arrival rate times the least time a request needs; see `offered_load`."""
+        """Arrival rate times the least time a request needs; see `offered_load`.
+
+        None with a drafter, of whose steps no least time is known.
+        """
+        if self.log.drafts is not None:
+            return None
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
         forgetting = self.cache.retention is not None
         return offered_load(
@@ -556,6 +561,7 @@ class Result(Outcome):
             "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),
+            **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
 
     def to_frame(self) -> Any:

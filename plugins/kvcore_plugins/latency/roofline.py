@@ -158,6 +158,10 @@ class Roofline(LatencyModel):
             },
         }
 
+    def for_model(self, model: ModelSpec) -> Roofline:
+        """Return the same server with another model, whose K/V is kept alike."""
+        return attrs.evolve(self, model=model)
+
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
         """Refuse what no deployment can be like."""
         devices, problem = self.tensor_parallel, None
