@@ -132,29 +132,23 @@ class ModelCost:
 
 
 class HeadCost:
-    """What extra heads on the served model take: their weights, in the pass that is made anyway.
+    """What extra heads take: their weights, in the pass that the served model makes anyway.
 
     Args:
         target: the latency model of the served model.
-        model: the served model.
         parameters: weights of all heads together.
+
+    Raises:
+        InputError: `target` cannot time another model.
     """
 
-    def __init__(self, target: LatencyModel, model: ModelSpec, parameters: int) -> None:
-        self._target = target.for_model(model)
-        grown = attrs.evolve(
-            model,
-            parameters=model.parameters + parameters,
-            active_parameters=model.active_parameters + parameters,
-        )
-        self._with_heads = target.for_model(grown)
+    def __init__(self, target: LatencyModel, parameters: int) -> None:
+        self._plain, self._grown = target.for_model(None), target.for_model(None, parameters)
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the picoseconds by which the heads make the step longer."""
         del drafts
-        if not work.decode:
-            return 0
-        return self._with_heads.duration(work) - self._target.duration(work)
+        return self._grown.duration(work) - self._plain.duration(work) if work.decode else 0
 
 
 @attrs.define

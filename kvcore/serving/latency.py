@@ -123,15 +123,20 @@ class LatencyModel(Plugin):
         """Return the coefficients of the model, for the header of a trace."""
         return {}
 
-    def for_model(self, model: ModelSpec) -> LatencyModel:
+    def for_model(self, model: ModelSpec | None, parameters: int = 0) -> LatencyModel:
         """Return the latency model of another model on the same server: a draft model's.
+
+        Args:
+            model: the model; None: the one that is served.
+            parameters: weights that every token uses besides, as of extra heads.
 
         Raises:
             InputError: this one does not follow from a model; unless overridden.
         """
+        del model, parameters
         msg = (
-            f"latency plugin {self.name!r} knows the times of one model alone, not of "
-            f"{model.name}: take `roofline` beside a drafter that computes"
+            f"latency plugin {self.name!r} knows the times of one model alone: take `roofline` "
+            "beside a drafter that computes"
         )
         raise InputError(msg)
 

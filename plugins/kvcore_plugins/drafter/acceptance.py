@@ -14,7 +14,7 @@ from kvcore.models.catalogue import find_model
 from kvcore.models.spec import ModelSpec
 from kvcore.serving import StepWork
 from kvcore.serving.acceptance import read_acceptance
-from kvcore.serving.drafter import ModelCost
+from kvcore.serving.drafter import HeadCost, ModelCost
 
 
 @attrs.define(slots=False, eq=False)
@@ -34,7 +34,8 @@ class Acceptance(Drafter):
             or one each with `/` between, as in `0.8/0.7/0.6`, the last for all that follow.
         file: measured acceptance, in place of `probability`.
         model: the draft model, whose time is added: a name of the catalogue, in code also a
-            `ModelSpec`; None: drafts cost nothing.
+            `ModelSpec`; None: there is none.
+        parameters: weights of extra heads on the served model, whose time is added.
         seed: of the draws; None: that of the run.
 
     Raises:
@@ -50,13 +51,14 @@ class Acceptance(Drafter):
     probability: float | str | None = attrs.field(default=None)
     file: Path | None = attrs.field(default=None)
     model: str | ModelSpec | None = attrs.field(default=None)
+    parameters: int = attrs.field(default=0)
     seed: int | None = attrs.field(default=None)
 
     _shares: list[float] = attrs.field(init=False, repr=False, factory=list)
     _steps: dict[tuple[int | str, int], tuple[int, int]] = attrs.field(
         init=False, repr=False, factory=dict
     )
-    _cost: ModelCost | None = attrs.field(init=False, repr=False, default=None)
+    _costs: list[ModelCost | HeadCost] = attrs.field(init=False, repr=False, factory=list)
     _key: bytes = attrs.field(init=False, repr=False, default=b"")
 
     def __attrs_post_init__(self) -> None:
@@ -85,7 +87,9 @@ class Acceptance(Drafter):
         self._key = f"{seed if self.seed is None else self.seed} {self.name} ".encode()
         if self.model is not None:
             model = find_model(self.model) if isinstance(self.model, str) else self.model
-            self._cost = ModelCost(latency, model)
+            self._costs.append(ModelCost(latency, model))
+        if self.parameters:
+            self._costs.append(HeadCost(latency, self.parameters))
 
     def accepted(self, request: Request, index: int, most: int) -> tuple[int, int]:
         """Return what was measured for this step; else draw, position by position."""
@@ -103,8 +107,8 @@ class Acceptance(Drafter):
         return drafted, drafted
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
-        """Return the time of the draft model; 0 without one."""
-        return 0 if self._cost is None else self._cost.duration(work, drafts)
+        """Return the time of the draft model and of extra heads; 0 without any."""
+        return sum(cost.duration(work, drafts) for cost in self._costs)
 
     def _drawn(self, name: int | str, index: int) -> float:
         """Return the number in [0, 1) of an output token."""
