@@ -48,6 +48,10 @@ class ClusterParts(RunParts):
             if config.allocation != "paged":
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
+        with self._about("drafter"):
+            if config.drafter is not None:
+                msg = "replicas decode without one: leave it out"
+                raise InputError(msg)
         given = config.replicas
         tables: list[Mapping[str, Any]] = (
             [{"count": given}] if isinstance(given, int) else list(given)

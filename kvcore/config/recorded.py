@@ -27,7 +27,9 @@ OF_CACHES = ("eviction", "prefix", "retention")
 
 OF_SERVERS = ("scheduler", "latency")
 
-TIMED = (*OF_SERVERS, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
+OPTIONAL = ("drafter",)
+
+TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
 """Options that only a run with a clock has."""
 
 
@@ -50,7 +52,7 @@ def recorded_config(
     recorded: dict[str, Any] = {
         kind: partial(_rebuilt, file, kind, recorded, plugins)
         for kind, recorded in header["plugins"].items()
-        if kind in (*OF_CACHES, *OF_SERVERS)
+        if kind in (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
     }
     deployment = _deployment(header)
     if "codec" in deployment:
@@ -265,7 +267,7 @@ class RecordedParts(RunParts):
         """Return the configuration in which the trace was recorded, as JSON has it."""
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
-        kinds = (*OF_CACHES, *OF_SERVERS)
+        kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
         return {
             "blocks": header["blocks"],
             "block_size": header["block_size"],

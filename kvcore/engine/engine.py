@@ -179,5 +179,6 @@ def run(
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,
         scheduler=scheduler,
+        drafter=drafter,
         drafted=getattr(executor, "drafted", []),
     )

@@ -191,6 +191,18 @@ RESTING = {
 TableRow = list[str]
 
 
+def _drafts(drafts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of what speculative decoding came to."""
+    drafted, tokens = drafts["drafted"], drafts["tokens_per_step"]
+    yield (
+        "drafts",
+        f"{share(drafts['acceptance'])} of {drafted:,} accepted, "
+        f"{NO_VALUE if tokens is None else format_number(tokens)} tokens a step",
+    )
+    if drafts["speedup"] is not None:
+        yield "", f"decode steps {format_number(drafts['speedup'])} times as fast as without"
+
+
 @attrs.frozen
 class SimulationReport:
     """A summary of a run for people, the most important first.
@@ -369,6 +381,8 @@ class SimulationReport:
                 )
         if hit["self_hit_blocks"]:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
+        if drafts := summary.get("drafts"):
+            yield from _drafts(drafts)
         counts = summary["preemptions"]
         swapped = f", {counts['swap']:,} swapped" if summary.get("tiers") else ""
         yield (

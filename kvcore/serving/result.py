@@ -24,7 +24,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins import describe
+from kvcore.plugins import Plugin, describe
 from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel, StepWork
@@ -465,6 +465,7 @@ class Result(Outcome):
         fragmentation: what memory was used for, where that was measured.
         wall_s: seconds the run took on this machine; all else is the same on every one.
         max_output: output tokens that a request reserved, in contiguous memory.
+        drafter: drafted the tokens; None: nothing did.
     """
 
     cache: KVCache
@@ -473,6 +474,7 @@ class Result(Outcome):
     fragmentation: Fragmentation | None
     wall_s: float = 0.0
     max_output: int | None = None
+    drafter: Plugin | None = None
 
     @cached_property
     def hit_ratio(self) -> HitRatio:

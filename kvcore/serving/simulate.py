@@ -43,7 +43,6 @@ def simulate(
     residency: bool = True,
     jumps: bool = True,
     drafter: Drafter | str | None = None,
-    seed: int = 0,
 ) -> Result:
     """Serve `workload` in the time that a latency model gives.
 
@@ -72,7 +71,6 @@ def simulate(
             the time it takes. With a drafter they are not.
         drafter: how many drafts are accepted, such as the `acceptance` plugin; None: one
             token a sequence and step.
-        seed: of the drafter's draws.
 
     Raises:
         InputError: parts that do not fit one another, or a workload out of order.
@@ -104,7 +102,8 @@ def simulate(
     if drafter is not None:
         from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
 
-        executor = SpeculativeSimulator(latency, resolve("drafter", drafter), seed)
+        drafter = resolve("drafter", drafter)
+        executor = SpeculativeSimulator(latency, drafter)
     loop, wall_s = serve(
         workload,
         cache,
@@ -126,6 +125,7 @@ def simulate(
         loop.fragmentation(),
         wall_s=wall_s,
         max_output=max_output,
+        drafter=drafter,
     )
 
 

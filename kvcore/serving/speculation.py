@@ -49,10 +49,10 @@ class SpeculativeSimulator(SimulatedExecutor):
 
     jumps = False
 
-    def __init__(self, latency: LatencyModel, drafter: Drafter, seed: int = 0) -> None:
+    def __init__(self, latency: LatencyModel, drafter: Drafter) -> None:
         super().__init__(latency)
         drafter.bind()
-        drafter.attach(latency, seed)
+        drafter.attach(latency)
         self.drafter = drafter
         self.jumps = False
         self.plugins: Any = (latency, drafter)

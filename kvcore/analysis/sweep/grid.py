@@ -33,7 +33,7 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
-    *("max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
+    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
     *("scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""
@@ -42,7 +42,7 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
 
 
-PART = ("limit", "window", "tier")
+PART = ("limit", "window", "tier", "drafter")
 """The axes that a table has only where they are given."""
 
 

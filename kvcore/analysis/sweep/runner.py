@@ -204,6 +204,7 @@ class CellRun:
             self.eviction = self.cache.eviction
         self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
         self.latency: LatencyModel | None = parts.latency() if cell.timed else None
+        self.drafter = None if cell.drafter is None else parts.built("drafter")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -249,6 +250,7 @@ class CellRun:
             batching=self.parts.batching,
             slo=self.parts.slo,
             rate_scale=self.parts.config.rate_scale,
+            drafter=self.drafter,
             residency=False,
         ).summary()
         return {column: _at(summary, path) for column, path in TIMED.items()}
