@@ -667,7 +667,14 @@ class _Rerun:
         cache, prefix = self._cache, self._cache.prefix
         levels = () if cache.tiers is None else cache.tiers.levels
         tiers = [level.tier for level in levels]
-        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()), self._drafter, *tiers)
+        plugins = (
+            cache.eviction,
+            prefix,
+            cache.retention,
+            *(self._server or ()),
+            self._drafter,
+            *tiers,
+        )
         evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         config = self._parts.rerun(filter(None, plugins))
         return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)

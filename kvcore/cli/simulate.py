@@ -238,7 +238,14 @@ def _directory(path: Path) -> Iterator[None]:
 def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[str, Any]:
     """Return the JSON document of a run."""
     cache = result.cache
-    plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency, result.drafter)
+    plugins = (
+        scheduler,
+        cache.eviction,
+        cache.prefix,
+        cache.retention,
+        result.latency,
+        result.drafter,
+    )
     tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
     return {**result.summary(), "config": parts.describe(*plugins, *tiers)}
 

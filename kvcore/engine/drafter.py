@@ -81,7 +81,7 @@ class TokenDrafter(Drafter):
     def on_prefill(self, requests: Sequence[int | str], batch: RaggedBatch) -> None:
         """Called with the prompt tokens that a step computes, and their requests' ids."""
 
-    def on_tokens(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
+    def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
         """Called after a step, for each sequence that has a new newest token.
 
         `rows` are the rows of `generator.states` that these were drawn from.

@@ -136,11 +136,11 @@ def run(
             workload = chain((first,), requests)
     with built_backend.limit_threads(threads, built_generator.spec):
         executor_of: Callable[..., TensorExecutor] = TensorExecutor
-        if drafter is not None:
+        built_drafter: Drafter | None = resolve("drafter", drafter)
+        if built_drafter is not None:
             from kvcore.engine.speculation import SpeculativeTensorExecutor  # noqa: PLC0415
 
-            drafter = resolve("drafter", drafter)
-            executor_of = partial(SpeculativeTensorExecutor, drafter=drafter)
+            executor_of = partial(SpeculativeTensorExecutor, drafter=built_drafter)
         executor = executor_of(
             cache,
             built_generator,
@@ -179,6 +179,6 @@ def run(
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,
         scheduler=scheduler,
-        drafter=drafter,
+        drafter=built_drafter,
         drafted=getattr(executor, "drafted", []),
     )

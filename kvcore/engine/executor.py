@@ -18,7 +18,7 @@ from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.codec import Codec
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import FAILURES, policy_error
+from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
@@ -103,7 +103,7 @@ class TensorExecutor:
         self.mode: str = clock
         self.latency = latency
         self._timed = SimulatedExecutor(latency)
-        self.plugins = (latency, generator, backend)
+        self.plugins: tuple[Plugin, ...] = (latency, generator, backend)
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
         self._cache = cache

@@ -55,7 +55,9 @@ class SpeculativeTensorExecutor(TensorExecutor):
         InputError: as `TensorExecutor`; the drafter cannot work here.
     """
 
-    def __init__(self, *arguments: Any, drafter: Drafter, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, drafter: Drafter, seed: int = 0, **options: Any
+    ) -> None:
         if not isinstance(drafter, TokenDrafter):
             msg = (
                 f"drafter {drafter.name!r} drafts no tokens: it is for simulations; take "
@@ -104,7 +106,9 @@ class SpeculativeTensorExecutor(TensorExecutor):
         outcomes = self._forward(sequences, self._weigh if sampled else None)
         first = len(prefilled)
         tokens = [
-            drawn(each, row.stream.seed, row.output_index) if isinstance(each, list) else each
+            drawn(each, row.stream.seed, row.output_index or 0)
+            if isinstance(each, list)
+            else each
             for each, row in zip(outcomes[:first], prefilled, strict=True)
         ]
         ended, named = self._append(prefilled, tokens)
@@ -123,7 +127,9 @@ class SpeculativeTensorExecutor(TensorExecutor):
             if limit
         ]
         lasts = [*range(len(prefilled))]
-        lasts += [where[accepted] for where, (_, accepted) in zip(places, verified, strict=True)]
+        lasts += [
+            where[accepted] for where, (_, accepted) in zip(places, verified, strict=True)
+        ]
         self._tell(sequences, lasts)
         if self._wall:
             whole = with_drafts(work, decoding, counts, self.latency.windows)
@@ -132,7 +138,9 @@ class SpeculativeTensorExecutor(TensorExecutor):
             took_ps = step_ps(self.latency, self.drafter, work, decoding, counts)
         return StepResult(took_ps, ended, named, verified)
 
-    def _drafts(self, newest: Sequence[ScheduledSequence], limits: Sequence[int]) -> list[Draft]:
+    def _drafts(
+        self, newest: Sequence[ScheduledSequence], limits: Sequence[int]
+    ) -> list[Draft]:
         """Ask for drafts of the sequences that may have some; the others get none.
 
         Raises:
@@ -170,11 +178,11 @@ class SpeculativeTensorExecutor(TensorExecutor):
         ended: list[tuple[Job, int]],
         named: list[tuple[Job, Sequence[Key]]],
     ) -> int:
-        """Append the accepted drafts and the token after them; return how many were accepted."""
+        """Append accepted drafts and the token after them; return how many were accepted."""
         stream, index = self.streams[job.request.id], job.generated
         weights = None if draft.probabilities is None else draft.probabilities.tolist()
         accepted = 0
-        for accepted, outcome in enumerate(outcomes):  # noqa: B007 - returned
+        for accepted, outcome in enumerate(outcomes):
             drafted = draft.tokens[accepted] if accepted < len(draft.tokens) else None
             token = outcome
             if isinstance(outcome, list):
@@ -191,7 +199,9 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 break
             if appended != drafted:
                 break
-        keys = stream.new_keys(ended[-1][1] if ended and ended[-1][0] is job else job.output_tokens)
+        keys = stream.new_keys(
+            ended[-1][1] if ended and ended[-1][0] is job else job.output_tokens
+        )
         if keys:
             named.append((job, keys))
         return accepted
@@ -210,7 +220,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 rows += 1
         told = [number for number in lasts if number in row_of]
         ids = [sequences[number].job.request.id for number in told]
-        self._ask(self.drafter.on_tokens, ids, [row_of[number] for number in told])
+        self._ask(self.drafter.on_drawn, ids, [row_of[number] for number in told])
 
     def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the drafter; report its exceptions as its own."""

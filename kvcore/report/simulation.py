@@ -191,13 +191,15 @@ RESTING = {
 TableRow = list[str]
 
 
-def _drafts(drafts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of what speculative decoding came to."""
-    drafted, tokens = drafts["drafted"], drafts["tokens_per_step"]
+def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yield the rows of what speculative decoding came to; none without a drafter."""
+    if drafts is None:
+        return
+    drafted, mean = drafts["drafted"], drafts["tokens_per_step"]
+    tokens = NO_VALUE if mean is None else format_number(mean)
     yield (
         "drafts",
-        f"{share(drafts['acceptance'])} of {drafted:,} accepted, "
-        f"{NO_VALUE if tokens is None else format_number(tokens)} tokens a step",
+        f"{share(drafts['acceptance'])} of {drafted:,} accepted, {tokens} tokens a step",
     )
     if drafts["speedup"] is not None:
         yield "", f"decode steps {format_number(drafts['speedup'])} times as fast as without"
@@ -381,8 +383,7 @@ class SimulationReport:
                 )
         if hit["self_hit_blocks"]:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
-        if drafts := summary.get("drafts"):
-            yield from _drafts(drafts)
+        yield from _drafts(summary.get("drafts"))
         counts = summary["preemptions"]
         swapped = f", {counts['swap']:,} swapped" if summary.get("tiers") else ""
         yield (

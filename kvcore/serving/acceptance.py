@@ -48,22 +48,24 @@ def read_acceptance(
     try:
         head, *lines = path.read_bytes().splitlines()
         shares = [float(share) for share in orjson.loads(head)["acceptance"]]
-        if not all(0 <= share <= 1 for share in shares):
-            raise ValueError(shares)
+        sound = all(0 <= share <= 1 for share in shares)
         steps = {}
         for number, line in enumerate(lines, 2):  # noqa: B007 - told in the error
             step = orjson.loads(line)
             drafts, accepted = step["drafts"], step["accepted"]
-            if type(drafts) is not int or not 0 <= accepted <= drafts:
-                raise ValueError(line)
+            sound = sound and type(drafts) is int and 0 <= accepted <= drafts
             steps[step["request"], step["output"]] = drafts, accepted
+            if not sound:
+                break
     except OSError as error:
         msg = f"acceptance: {path} cannot be read: {error.strerror or error}"
         raise InputError(msg) from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError):
+        sound = False
+    if not sound:
         msg = (
             f"acceptance: {path}, line {number}, is none of measured acceptance: give a file "
             "that `kvcore run --drafter NAME --acceptance FILE` wrote"
         )
-        raise InputError(msg) from error
+        raise InputError(msg)
     return shares, steps

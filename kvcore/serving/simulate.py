@@ -42,7 +42,7 @@ def simulate(
     fragmentation: bool = False,
     residency: bool = True,
     jumps: bool = True,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | type[Drafter] | str | None = None,
 ) -> Result:
     """Serve `workload` in the time that a latency model gives.
 
@@ -99,11 +99,11 @@ def simulate(
     latency.bind()
     batching = Batching() if batching is None else batching
     executor = SimulatedExecutor(latency)
-    if drafter is not None:
+    built: Drafter | None = resolve("drafter", drafter)
+    if built is not None:
         from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
 
-        drafter = resolve("drafter", drafter)
-        executor = SpeculativeSimulator(latency, drafter)
+        executor = SpeculativeSimulator(latency, built)
     loop, wall_s = serve(
         workload,
         cache,
@@ -125,7 +125,7 @@ def simulate(
         loop.fragmentation(),
         wall_s=wall_s,
         max_output=max_output,
-        drafter=drafter,
+        drafter=built,
     )
 
 

@@ -45,7 +45,7 @@ class SpeculativeExecutor(Executor, Protocol):
 
 
 class SpeculativeSimulator(SimulatedExecutor):
-    """Computes nothing: the drafter says what is accepted, a latency model how long it takes."""
+    """Computes nothing: the drafter says what is accepted, the latency model for how long."""
 
     jumps = False
 

@@ -33,7 +33,8 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
-    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
+    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale"),
+    *("slo", "seed"),
     *("scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""

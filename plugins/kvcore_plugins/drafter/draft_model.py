@@ -120,9 +120,7 @@ class DraftModel(TokenDrafter):
         ]
         for place in range(max(each.most for each in sequences)):
             going = [n for n, each in enumerate(sequences) if each.most > place]
-            batch = self._batch(
-                [(sequences[n], starts[n], news[n]) for n in going], place
-            )
+            batch = self._batch([(sequences[n], starts[n], news[n]) for n in going], place)
             for n, (token, row) in zip(going, self._next(batch), strict=True):
                 texts[n].append(token)
                 weights[n].append(row)

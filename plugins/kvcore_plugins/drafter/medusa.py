@@ -74,7 +74,7 @@ class Medusa(TokenDrafter):
         inputs, outputs = torch.cat(states).double(), torch.cat(tokens)
         self._heads = torch.stack(
             [
-                self._fitted(inputs[:, : -ahead], outputs[:, ahead:])
+                self._fitted(inputs[:, :-ahead], outputs[:, ahead:])
                 for ahead in range(1, self.tokens + 1)
             ]
         )
@@ -97,10 +97,12 @@ class Medusa(TokenDrafter):
             found.append(Draft(ahead.tolist()))
         return found
 
-    def on_tokens(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
+    def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
         """Keep the states that the newest tokens were drawn from."""
         states = self._generator.states
-        self._states.update((name, states[row]) for name, row in zip(requests, rows, strict=True))
+        self._states.update(
+            (name, states[row]) for name, row in zip(requests, rows, strict=True)
+        )
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the time of the heads."""
@@ -129,7 +131,9 @@ class Medusa(TokenDrafter):
         states, tokens = [], []
         for position in range(self.length):
             batch = RaggedBatch(
-                block_tables=[[*table[: position // backend.layout.block_size + 1]] for table in tables],
+                block_tables=[
+                    [*table[: position // backend.layout.block_size + 1]] for table in tables
+                ],
                 contexts=[position] * count,
                 lengths=[1] * count,
                 token_ids=newest,

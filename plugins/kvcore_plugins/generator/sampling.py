@@ -60,9 +60,7 @@ def sample(
 def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
     """Return what `sample` draws from, in fp64: 1 for the likeliest token without temperature.
 
-    Args:
-        logits: `[sequences, vocabulary]`.
-        temperature, top_k: as for `sample`.
+    The arguments are as for `sample`.
     """
     import torch  # noqa: PLC0415 - hashes need no torch
 
