@@ -31,8 +31,8 @@ class DraftModel(TokenDrafter):
         tokens: drafts a step, k.
         generator: the draft model: the name of a generator; in code also an instance. It
             needs the token ids of the served model.
-        model, layers, hidden, heads, kv_heads, vocab_size: options of that generator, as far
-            as they are given; `seed` is that of the run.
+        model, layers, hidden, heads, kv_heads, head_dim, vocab_size: options of that generator,
+            as far as they are given; `seed` is that of the run.
         temperature: 0: the likeliest token is drafted; else drafts are drawn, and accepted
             by rejection sampling: at best with the temperature of the served model.
 
@@ -53,6 +53,7 @@ class DraftModel(TokenDrafter):
     hidden: int | None = attrs.field(default=None)
     heads: int | None = attrs.field(default=None)
     kv_heads: int | None = attrs.field(default=None)
+    head_dim: int | None = attrs.field(default=None)
     vocab_size: int | None = attrs.field(default=None)
     temperature: float = attrs.field(default=0.0, validator=ge(0))
     seed: int = attrs.field(default=0)
@@ -68,7 +69,10 @@ class DraftModel(TokenDrafter):
         if isinstance(self.generator, Generator):
             self._drafting = self.generator
             return
-        names = ("model", "layers", "hidden", "heads", "kv_heads", "vocab_size", "temperature")
+        names = (
+            *("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size"),
+            "temperature",
+        )
         options = {name: str(getattr(self, name)) for name in names if getattr(self, name)}
         options["seed"] = str(self.seed)
         self._drafting = resolve("generator", Spec(self.generator, options))
