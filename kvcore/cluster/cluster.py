@@ -8,9 +8,9 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
-this order: replicas that fail, then return; requests, in the order of the workload; ends of
-steps, by their picosecond and the number of the replica; requests that these ends have
-brought about; and plans of next steps, likewise.
+this order: replicas that fail, then return; decisions of a planner; requests, in the order
+of the workload; ends of steps, by their picosecond and the number of the replica; requests
+that these ends have brought about; and plans of next steps, likewise.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.autoscale import Autoscaler
+from kvcore.cluster.planner import Planner
+from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.router import Dispatcher, PrefixView, Router
 from kvcore.errors import InputError, PolicyError
-from kvcore.request import Request
+from kvcore.request import SLO, Request
 from kvcore.serving.loop import NEVER, Arrivals
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.trace.cluster import ClusterTrace
 
-FAIL, RETURN, ARRIVAL, END, BEGIN = range(5)
+FAIL, RETURN, PLAN, ARRIVAL, END, BEGIN = range(6)
 """What happens at a time, in the order in which it happens."""
 
 
@@ -80,35 +82,14 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
-        gone = "" if self.duration is None else f",for={self.duration / NS_PER_S:g}"
-        return f"replica={self.replica},at={self.at / NS_PER_S:g}{gone}"
+        gone = "" if self.duration is None else f",for={_seconds(self.duration)}"
+        return f"replica={self.replica},at={_seconds(self.at)}{gone}"
 
 
-class Server:
-    """A replica of the cluster: its loop, and the loops it had before it failed.
-
-    Attributes:
-        number: of the replica.
-        loop: the loop that serves now.
-        lives: all loops so far, the present one last.
-        sent: requests in flight, with their time of arrival, by id.
-        turn: which of its events in the heap holds; the others are outdated.
-        busy: whether a turn has begun.
-    """
-
-    def __init__(self, number: int, start: Callable[[], ReplicaLoop]) -> None:
-        self.number = number
-        self._start = start
-        self.lives: list[ReplicaLoop] = []
-        self.sent: dict[int | str, tuple[int, Request]] = {}
-        self.turn = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a life with an empty cache."""
-        self.loop = self._start()
-        self.lives.append(self.loop)
-        self.busy = False
+def _seconds(ns: int) -> str:
+    """Return a time in seconds, exactly."""
+    whole, rest = divmod(ns, NS_PER_S)
+    return f"{whole}.{rest:09d}".rstrip("0").rstrip(".")
 
 
 Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]
@@ -124,6 +105,8 @@ class Cluster:
         router: picks the replica of a request.
         view: what the router thinks is cached where.
         failures: replicas that fail.
+        planner: starts and stops replicas; None: all are up.
+        slo: what requests expect, for the planner.
         trace: where decisions are written; None: nowhere.
 
     Attributes:
@@ -141,11 +124,14 @@ class Cluster:
         view: PrefixView,
         *,
         failures: Iterable[Failure] = (),
+        planner: Planner | None = None,
+        slo: SLO | None = None,
         trace: ClusterTrace | None = None,
     ) -> None:
         self._arrivals = arrivals
         self._trace = trace
-        self._telling = view.wants_events
+        # Nobody listens where the router does not ask.
+        self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
         # Requests that wait for a replica that is up.
         self._held: deque[tuple[int, Request]] = deque()
@@ -154,11 +140,19 @@ class Cluster:
         self.servers = [self._server(number, start) for number, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
         self.dispatcher = Dispatcher(router, replicas, view)
-        for server, replica in zip(self.servers, replicas, strict=True):
-            view.connect(server.number, server.loop.cache)
-            self.dispatcher.joined(replica, 0)
         self._returns = 0
+        self.scaler: Autoscaler | None = None
+        up = len(self.servers)
+        if planner is not None:
+            self.scaler = Autoscaler(planner, self.servers, slo)
+            up = self.scaler.first
+            self._plan_at(self.scaler.interval)
+        for server in self.servers[:up]:
+            self._join(server, 0)
         self._fail_at = NEVER
+        if failures and planner is not None:
+            msg = "fail= and autoscale= both start and stop replicas: give one of them"
+            raise InputError(msg)
         self._failures = sorted(failures, key=lambda each: (-each.at, -each.replica))
         self._check_failures()
         self._next_failure()
@@ -171,22 +165,20 @@ class Cluster:
             PolicyError: a plugin failed, or a scheduler lets nothing run.
         """
         heap, arrivals, servers = self._heap, self._arrivals, self.servers
-        does = {FAIL: self._fail, RETURN: self._return}
+        does = {
+            FAIL: self._fail,
+            RETURN: self._return,
+            PLAN: self._plan,
+            END: self._end,
+            BEGIN: self._begin,
+        }
         while True:
             at = arrivals.next_at
             if heap and heap[0] < (at, ARRIVAL):
                 now, kind, _, number, turn = heappop(heap)
                 server = servers[number]
-                if kind < ARRIVAL:
+                if kind < ARRIVAL or turn == server.turn:
                     does[kind](server, now)
-                elif turn == server.turn:
-                    if kind == END:
-                        server.busy = False
-                        server.loop.end()
-                        if arrivals.next_at <= now or (heap and heap[0][0] == now):
-                            self._schedule(BEGIN, server, server.loop.clock_ps)
-                            continue
-                    self._begin(server, now)
             elif at < NEVER:
                 now, request = arrivals.take()
                 if self._trace is not None:
@@ -196,6 +188,8 @@ class Cluster:
                 break
         self._check_all_served()
         arrivals.check_all_came()
+        if self.scaler is not None:
+            self.scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
         if self._trace is not None:
             self._trace.flush(NEVER)
 
@@ -208,6 +202,8 @@ class Cluster:
         def on_ended(request: Request, now: int) -> None:
             del server.sent[request.id]
             self.dispatcher.ended(request, self.dispatcher.replicas[number], now)
+            if self.scaler is not None:
+                self.scaler.ended(request.prompt_tokens)
             self._arrivals.ended(request, now)
 
         server = Server(number, lambda: start(on_first_token, on_ended))
@@ -219,8 +215,19 @@ class Cluster:
         now = at_ps // PS_PER_NS
         heappush(self._heap, (now, kind, at_ps, server.number, server.turn))
 
+    def _end(self, server: Server, now: int) -> None:
+        """END: end the turn of a replica, and begin the next, unless something comes before."""
+        server.busy = False
+        server.loop.end()
+        if server.draining is not None and not server.sent:
+            self._stop(server, now)
+        elif self._arrivals.next_at <= now or (self._heap and self._heap[0][0] == now):
+            self._schedule(BEGIN, server, server.loop.clock_ps)
+        else:
+            self._begin(server, now)
+
     def _begin(self, server: Server, now: int) -> None:
-        """Begin the next turn of a replica, or let it rest until it has something to do."""
+        """BEGIN: begin the next turn of a replica, or let it rest until there is one."""
         loop = server.loop
         loop.wake(now)
         server.busy = loop.begin()
@@ -255,6 +262,8 @@ class Cluster:
         if self._trace is not None:
             self._trace.route(now, request, replica.number, replica.hit_tokens)
         server.sent[request.id] = arrival, request
+        if self.scaler is not None:
+            self.scaler.sent(request.prompt_tokens)
         server.loop.inbox.put(request, now, arrival)
         if server.busy:
             end_ps = server.loop.interrupt(now)
@@ -292,7 +301,7 @@ class Cluster:
         server.sent.clear()
         server.turn += 1
         server.restart()
-        self.dispatcher.left(replica, now)
+        self._leave(server, now)
         for _, request in lost:
             self.dispatcher.ended(request, replica, now)
         if failure.duration is not None:
@@ -304,18 +313,61 @@ class Cluster:
             self._route(request, now, arrival)
 
     def _return(self, server: Server, now: int) -> None:
-        """RETURN: a replica is up again, with an empty cache."""
+        """RETURN: a replica is up, or up again, with an empty cache."""
         self._returns -= 1
-        replica = self.dispatcher.replicas[server.number]
-        server.loop.wake(now)
-        server.loop.rejoin(replica)
-        self.dispatcher.view.connect(server.number, server.loop.cache)
         if self._trace is not None:
             self._trace.rejoin(now, server.number)
-        self.dispatcher.joined(replica, now)
+        self._join(server, now)
         while self._held:
             arrival, request = self._held.popleft()
             self._route(request, now, arrival)
+
+    def _join(self, server: Server, now: int) -> None:
+        """Let a replica be sent requests."""
+        replica = self.dispatcher.replicas[server.number]
+        server.up = True
+        server.loop.wake(now)
+        server.loop.rejoin(replica)
+        if self._telling:
+            self.dispatcher.view.connect(server.number, server.loop.cache)
+        self.dispatcher.joined(replica, now)
+
+    def _leave(self, server: Server, now: int) -> None:
+        """Let a replica be sent no more requests."""
+        server.up = False
+        self.dispatcher.left(self.dispatcher.replicas[server.number], now)
+
+    def _plan_at(self, at: int) -> None:
+        heappush(self._heap, (at, PLAN, at * PS_PER_NS, 0, 0))
+
+    def _plan(self, _: Server, now: int) -> None:
+        """PLAN: start and stop replicas as the planner wants it."""
+        scaler = self.scaler
+        assert scaler is not None
+        for change in scaler.decide(now):
+            server = self.servers[change.replica]
+            if change.up:
+                self._returns += 1
+                due = now + scaler.start_up
+                heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
+                continue
+            self._leave(server, now)
+            if self._trace is not None:
+                self._trace.leave(now, server.number)
+            if not server.sent:
+                self._stop(server, now)
+        if self._arrivals.next_at < NEVER or any(server.sent for server in self.servers):
+            self._plan_at(now + scaler.interval)
+
+    def _stop(self, server: Server, now: int) -> None:
+        """Stop a replica that is sent no more requests and has none: its K/V is lost."""
+        assert self.scaler is not None
+        self.scaler.stopped(server, now)
+        if self._trace is not None:
+            self._trace.fail(now, server.number)
+        server.draining = None
+        server.turn += 1
+        server.restart()
 
     def _next_failure(self) -> None:
         """Put the next failure into the heap."""

@@ -35,7 +35,7 @@ TIMED = (
     *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
     *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale"),
     *("slo", "seed"),
-    *("scheduler", "eviction"),
+    *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""
 
@@ -43,7 +43,10 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
 
 
-PART = ("limit", "window", "tier", "drafter")
+CLUSTER = ("replicas", "view", "fail", "autoscale", "router")
+"""The axes of several servers that share the requests."""
+
+PART = ("limit", "window", "tier", "drafter", *CLUSTER)
 """The axes that a table has only where they are given."""
 
 
