@@ -8,9 +8,9 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
-this order: replicas that fail, then return; requests, in the order of the workload; ends of
-steps, by their picosecond and the number of the replica; requests that these ends have
-brought about; and plans of next steps, likewise.
+this order: replicas that fail, then return; decisions of a planner; requests, in the order
+of the workload; ends of steps, by their picosecond and the number of the replica; requests
+that these ends have brought about; and plans of next steps, likewise.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from kvcore.cluster.autoscale import Autoscaler
+from kvcore.cluster.planner import Planner
 from kvcore.cluster.replica import ReplicaLoop
 from kvcore.cluster.router import Dispatcher, PrefixView, Router
 from kvcore.errors import InputError, PolicyError
-from kvcore.request import Request
+from kvcore.request import SLO, Request
 from kvcore.serving.loop import NEVER, Arrivals
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.trace.cluster import ClusterTrace
 
-FAIL, RETURN, ARRIVAL, END, BEGIN = range(5)
+FAIL, RETURN, PLAN, ARRIVAL, END, BEGIN = range(6)
 """What happens at a time, in the order in which it happens."""
 
 
@@ -94,6 +96,8 @@ class Server:
         sent: requests in flight, with their time of arrival, by id.
         turn: which of its events in the heap holds; the others are outdated.
         busy: whether a turn has begun.
+        up: whether it is sent requests.
+        draining: it is sent no more, and stops: since when (ns) it was paid for.
     """
 
     def __init__(self, number: int, start: Callable[[], ReplicaLoop]) -> None:
@@ -102,6 +106,8 @@ class Server:
         self.lives: list[ReplicaLoop] = []
         self.sent: dict[int | str, tuple[int, Request]] = {}
         self.turn = 0
+        self.up = False
+        self.draining: int | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -124,6 +130,8 @@ class Cluster:
         router: picks the replica of a request.
         view: what the router thinks is cached where.
         failures: replicas that fail.
+        planner: starts and stops replicas; None: all are up.
+        slo: what requests expect, for the planner.
         trace: where decisions are written; None: nowhere.
 
     Attributes:
@@ -141,10 +149,13 @@ class Cluster:
         view: PrefixView,
         *,
         failures: Iterable[Failure] = (),
+        planner: Planner | None = None,
+        slo: SLO | None = None,
         trace: ClusterTrace | None = None,
     ) -> None:
         self._arrivals = arrivals
         self._trace = trace
+        self._now = 0
         # Nobody listens where the router does not ask.
         self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
@@ -155,12 +166,19 @@ class Cluster:
         self.servers = [self._server(number, start) for number, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
         self.dispatcher = Dispatcher(router, replicas, view)
-        for server, replica in zip(self.servers, replicas, strict=True):
-            if self._telling:
-                view.connect(server.number, server.loop.cache)
-            self.dispatcher.joined(replica, 0)
         self._returns = 0
+        self.scaler: Autoscaler | None = None
+        up = len(self.servers)
+        if planner is not None:
+            self.scaler = Autoscaler(planner, self.servers, slo)
+            up = self.scaler.first
+            self._plan_at(self.scaler.interval)
+        for server in self.servers[:up]:
+            self._join(server, 0)
         self._fail_at = NEVER
+        if failures and planner is not None:
+            msg = "fail= and autoscale= both start and stop replicas: give one of them"
+            raise InputError(msg)
         self._failures = sorted(failures, key=lambda each: (-each.at, -each.replica))
         self._check_failures()
         self._next_failure()
@@ -173,22 +191,20 @@ class Cluster:
             PolicyError: a plugin failed, or a scheduler lets nothing run.
         """
         heap, arrivals, servers = self._heap, self._arrivals, self.servers
-        does = {FAIL: self._fail, RETURN: self._return}
+        does = {
+            FAIL: self._fail,
+            RETURN: self._return,
+            PLAN: self._plan,
+            END: self._end,
+            BEGIN: self._begin,
+        }
         while True:
             at = arrivals.next_at
             if heap and heap[0] < (at, ARRIVAL):
                 now, kind, _, number, turn = heappop(heap)
                 server = servers[number]
-                if kind < ARRIVAL:
+                if kind < ARRIVAL or turn == server.turn:
                     does[kind](server, now)
-                elif turn == server.turn:
-                    if kind == END:
-                        server.busy = False
-                        server.loop.end()
-                        if arrivals.next_at <= now or (heap and heap[0][0] == now):
-                            self._schedule(BEGIN, server, server.loop.clock_ps)
-                            continue
-                    self._begin(server, now)
             elif at < NEVER:
                 now, request = arrivals.take()
                 if self._trace is not None:
@@ -198,6 +214,8 @@ class Cluster:
                 break
         self._check_all_served()
         arrivals.check_all_came()
+        if self.scaler is not None:
+            self.scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
         if self._trace is not None:
             self._trace.flush(NEVER)
 
@@ -210,6 +228,8 @@ class Cluster:
         def on_ended(request: Request, now: int) -> None:
             del server.sent[request.id]
             self.dispatcher.ended(request, self.dispatcher.replicas[number], now)
+            if self.scaler is not None:
+                self.scaler.ended(request.prompt_tokens)
             self._arrivals.ended(request, now)
 
         server = Server(number, lambda: start(on_first_token, on_ended))
@@ -221,8 +241,19 @@ class Cluster:
         now = at_ps // PS_PER_NS
         heappush(self._heap, (now, kind, at_ps, server.number, server.turn))
 
+    def _end(self, server: Server, now: int) -> None:
+        """END: end the turn of a replica, and begin the next, unless something comes before."""
+        server.busy = False
+        server.loop.end()
+        if server.draining is not None and not server.sent:
+            self._stop(server, now)
+        elif self._arrivals.next_at <= now or (self._heap and self._heap[0][0] == now):
+            self._schedule(BEGIN, server, server.loop.clock_ps)
+        else:
+            self._begin(server, now)
+
     def _begin(self, server: Server, now: int) -> None:
-        """Begin the next turn of a replica, or let it rest until it has something to do."""
+        """BEGIN: begin the next turn of a replica, or let it rest until there is one."""
         loop = server.loop
         loop.wake(now)
         server.busy = loop.begin()
@@ -249,6 +280,7 @@ class Cluster:
             else:
                 self._refuse(request, now, arrival, "all replicas have failed")
             return
+        self._now = now
         replica = self.dispatcher.route(request, now)
         if replica is None:
             self._refuse(request, now, arrival, "the router refused it")
@@ -257,6 +289,8 @@ class Cluster:
         if self._trace is not None:
             self._trace.route(now, request, replica.number, replica.hit_tokens)
         server.sent[request.id] = arrival, request
+        if self.scaler is not None:
+            self.scaler.sent(request.prompt_tokens)
         server.loop.inbox.put(request, now, arrival)
         if server.busy:
             end_ps = server.loop.interrupt(now)
@@ -264,6 +298,10 @@ class Cluster:
                 self._schedule(END, server, end_ps)
         else:
             self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
+
+    def _clock(self) -> int:
+        """Return when (ns) a request was routed last."""
+        return self._now
 
     def _record(self, request: Request, now: int) -> None:
         """Write REQUEST, and all lines before which no other can come any more."""
@@ -294,7 +332,7 @@ class Cluster:
         server.sent.clear()
         server.turn += 1
         server.restart()
-        self.dispatcher.left(replica, now)
+        self._leave(server, now)
         for _, request in lost:
             self.dispatcher.ended(request, replica, now)
         if failure.duration is not None:
@@ -306,19 +344,61 @@ class Cluster:
             self._route(request, now, arrival)
 
     def _return(self, server: Server, now: int) -> None:
-        """RETURN: a replica is up again, with an empty cache."""
+        """RETURN: a replica is up, or up again, with an empty cache."""
         self._returns -= 1
-        replica = self.dispatcher.replicas[server.number]
-        server.loop.wake(now)
-        server.loop.rejoin(replica)
-        if self._telling:
-            self.dispatcher.view.connect(server.number, server.loop.cache)
         if self._trace is not None:
             self._trace.rejoin(now, server.number)
-        self.dispatcher.joined(replica, now)
+        self._join(server, now)
         while self._held:
             arrival, request = self._held.popleft()
             self._route(request, now, arrival)
+
+    def _join(self, server: Server, now: int) -> None:
+        """Let a replica be sent requests."""
+        replica = self.dispatcher.replicas[server.number]
+        server.up = True
+        server.loop.wake(now)
+        server.loop.rejoin(replica, self._clock)
+        if self._telling:
+            self.dispatcher.view.connect(server.number, server.loop.cache)
+        self.dispatcher.joined(replica, now)
+
+    def _leave(self, server: Server, now: int) -> None:
+        """Let a replica be sent no more requests."""
+        server.up = False
+        self.dispatcher.left(self.dispatcher.replicas[server.number], now)
+
+    def _plan_at(self, at: int) -> None:
+        heappush(self._heap, (at, PLAN, at * PS_PER_NS, 0, 0))
+
+    def _plan(self, _: Server, now: int) -> None:
+        """PLAN: start and stop replicas as the planner wants it."""
+        scaler = self.scaler
+        assert scaler is not None
+        for change in scaler.decide(now):
+            server = self.servers[change.replica]
+            if change.up:
+                self._returns += 1
+                due = now + scaler.start_up
+                heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
+                continue
+            self._leave(server, now)
+            if self._trace is not None:
+                self._trace.leave(now, server.number)
+            if not server.sent:
+                self._stop(server, now)
+        if self._arrivals.next_at < NEVER or any(server.sent for server in self.servers):
+            self._plan_at(now + scaler.interval)
+
+    def _stop(self, server: Server, now: int) -> None:
+        """Stop a replica that is sent no more requests and has none: its K/V is lost."""
+        assert self.scaler is not None
+        self.scaler.stopped(server, now)
+        if self._trace is not None:
+            self._trace.fail(now, server.number)
+        server.draining = None
+        server.turn += 1
+        server.restart()
 
     def _next_failure(self) -> None:
         """Put the next failure into the heap."""

@@ -12,13 +12,14 @@ from typing import Any
 import attrs
 
 from kvcore.cache.residency import CacheStats
+from kvcore.cluster.autoscale import Change
 from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.loop import RunLog
 from kvcore.serving.result import SCHEMA, HitRatio, Outcome, Result, hit_fields
 from kvcore.serving.scheduler import DecodeSteps, Job
-from kvcore.units import PS_PER_S
+from kvcore.units import NS_PER_S, PS_PER_S
 
 COLUMNS = (
     *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit", "loaded"),
@@ -60,6 +61,9 @@ class ClusterResult(Outcome):
         router: the router.
         retried: how often a request was served again since its replica failed.
         wall_s: seconds the run took on this machine; all else is the same on every one.
+        changes: what a planner decided, in order.
+        rented_ns: for how long replicas were up, start up or end their last requests, in sum;
+            None: without a planner all are up.
     """
 
     replica: Sequence[int]
@@ -67,6 +71,8 @@ class ClusterResult(Outcome):
     router: Router
     retried: int
     wall_s: float = 0.0
+    changes: Sequence[Change] = ()
+    rented_ns: int | None = None
 
     @cached_property
     def stats(self) -> CacheStats:
@@ -84,6 +90,13 @@ class ClusterResult(Outcome):
     def busy_s(self) -> list[float]:
         """Seconds in which each replica ran steps."""
         return [sum(each.log.busy_ps for each in lives) / PS_PER_S for lives in self.lives]
+
+    @property
+    def replica_s(self) -> float:
+        """Seconds for which replicas were paid for, in sum."""
+        if self.rented_ns is not None:
+            return self.rented_ns / NS_PER_S
+        return len(self.lives) * self.simulated_s
 
     @cached_property
     def served(self) -> list[int]:
@@ -117,6 +130,11 @@ class ClusterResult(Outcome):
             "lost_tokens": self.stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
             "retried": self.retried,
+            "replica_s": self.replica_s,
+            "changes": [
+                {"t_s": each.at / NS_PER_S, "replica": each.replica, "up": each.up}
+                for each in self.changes
+            ],
             "imbalance": {
                 name: None if share is None else attrs.asdict(share)
                 for name, share in shares.items()

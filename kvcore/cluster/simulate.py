@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
+from kvcore.cluster.planner import Planner
 from kvcore.cluster.replica import ReplicaLoop
 from kvcore.cluster.result import ClusterResult, merge_logs
 from kvcore.cluster.router import PrefixView, Router
@@ -34,6 +35,7 @@ def simulate_cluster(
     slo: SLO | None = None,
     rate_scale: float = 1.0,
     failures: Iterable[Failure] = (),
+    planner: Planner | None = None,
     residency: bool = True,
     trace: ClusterTrace | None = None,
     header: Mapping[str, Any] | None = None,
@@ -50,6 +52,7 @@ def simulate_cluster(
         slo: what is expected for requests that bring no SLO of their own.
         rate_scale: how many times as fast open-loop requests arrive.
         failures: replicas that fail, and return.
+        planner: starts and stops replicas; None: all are up.
         residency: whether to measure how long blocks rest.
         trace: where every decision is written.
         header: more fields for the header of the trace.
@@ -101,10 +104,18 @@ def simulate_cluster(
         router,
         view,
         failures=failures,
+        planner=planner,
+        slo=slo,
         trace=trace,
     )
     if trace is not None:
-        routing = {"view": str(view), "fail": [str(each) for each in failures]}
+        routing: dict[str, Any] = {
+            "view": str(view),
+            "fail": [str(each) for each in failures],
+        }
+        if cluster.scaler is not None:
+            routing |= {"autoscale": describe(cluster.scaler.planner)}
+            routing |= {"up": cluster.scaler.first}
         trace.begin(describe(router), routing=routing, **(header or {}))
     begun = perf_counter()
     cluster.run()
@@ -118,7 +129,17 @@ def simulate_cluster(
     ]
     logs = [(server.number, loop.log) for server in cluster.servers for loop in server.lives]
     log, places = merge_logs(logs, cluster, slo)
-    return ClusterResult(log, places, lives, router, cluster.retried, wall_s)
+    scaler = cluster.scaler
+    return ClusterResult(
+        log,
+        places,
+        lives,
+        router,
+        cluster.retried,
+        wall_s,
+        () if scaler is None else scaler.changes,
+        None if scaler is None else scaler.rented,
+    )
 
 
 def check_block_sizes(caches: Iterable[KVCache]) -> None:

@@ -10,6 +10,7 @@ import attrs
 
 from kvcore.cache import Recorder
 from kvcore.cluster import Failure, PrefixView, Router, parse_view
+from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError
@@ -78,6 +79,12 @@ class ClusterParts(RunParts):
         with self._about("view"):
             return parse_view(self.config.view)
 
+    def planner(self) -> Planner | None:
+        """Build the planner for one run, if there is one."""
+        with self._about("autoscale"):
+            text = self.config.autoscale
+            return None if text is None else parse_planner(text)
+
     def router(self) -> Router:
         """Build the router for one run."""
         return cast("Router", self.built("router"))
@@ -92,6 +99,7 @@ class ClusterParts(RunParts):
             "slo": self.slo,
             "rate_scale": self.config.rate_scale,
             "failures": self.failures,
+            "planner": self.planner(),
             "trace": merged,
         }
 

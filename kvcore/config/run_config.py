@@ -169,6 +169,8 @@ class RunConfig:
             and the `count` of servers that have them.
         router, view: the plugin that picks the server of a request, and what it knows of
             their caches: `index`, `events` or `exact`, with options.
+        autoscale: a planner that starts and stops servers, `throughput` or `load`, with
+            options; None: all are up.
         fail: servers that fail, as texts such as `replica=3,at=600,for=120`.
         seed: of plugins with an option `seed` that is not set; None: their own default.
         dtype: in which a run on tensors computes K/V, and keeps it without a codec.
@@ -245,6 +247,11 @@ class RunConfig:
     )
     fail: FailureChoices = _option(
         (), "Server that fails, such as replica=3,at=600,for=120, in seconds."
+    )
+    autoscale: str | None = _option(
+        None,
+        "Planner that starts and stops servers, such as throughput:interval=60,least=2, or "
+        "load; --replicas is the most that there can be.",
     )
     seed: int | None = _option(0, "Seed of plugins that draw random numbers.")
     scheduler: PluginChoice = _option(

@@ -154,6 +154,10 @@ class ClusterTrace:
         """Write FAIL: `replica` has lost its K/V and its requests."""
         self.put({"n": 0, "t": now, "replica": replica, "event": "FAIL"})
 
+    def leave(self, now: int, replica: int) -> None:
+        """Write LEAVE: `replica` is sent no more requests, and fails when it has ended all."""
+        self.put({"n": 0, "t": now, "replica": replica, "event": "LEAVE"})
+
     def rejoin(self, now: int, replica: int) -> None:
         """Write RETURN: `replica` is up again, with an empty cache."""
         self.put({"n": 0, "t": now, "replica": replica, "event": "RETURN"})

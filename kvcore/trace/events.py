@@ -235,7 +235,11 @@ class Fail(Event, tag="FAIL"):
 
 
 class Return(Event, tag="RETURN"):
-    """A replica that failed is up again, with an empty cache."""
+    """A replica that was not up is up, with an empty cache."""
+
+
+class Leave(Event, tag="LEAVE"):
+    """A replica is sent no more requests: it stops, by FAIL, when it has ended those it has."""
 
 
 class Hit(Event, tag="HIT"):
@@ -475,9 +479,9 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Route | Fail | Return | Prefetch | Hit | Miss | Split | Alloc | Commit
-    | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt | Resume | Recover | Offload
-    | LoadStart | Load | Discard | Keys | Finish | Reject | End
+    Header | Request | Route | Fail | Return | Leave | Prefetch | Hit | Miss | Split | Alloc
+    | Commit | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt | Resume | Recover
+    | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {
@@ -485,7 +489,7 @@ EVENTS: dict[str, type[Event]] = {
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
-OF_CLUSTERS = ("ROUTE", "FAIL", "RETURN")
+OF_CLUSTERS = ("ROUTE", "FAIL", "RETURN", "LEAVE")
 """Events that no server by itself has."""
 
 # Not as a property: readers ask for it several times a line.

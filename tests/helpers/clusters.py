@@ -30,7 +30,8 @@ class Longest(Router):
             (now, [(each.number, each.hit_tokens, round(each.usage, 9)) for each in replicas])
         )
         return min(
-            replicas, key=lambda each: (-each.hit_tokens, each.usage, each.requests, each.number)
+            replicas,
+            key=lambda each: (-each.hit_tokens, each.usage, each.requests, each.number),
         )
 
 
@@ -130,7 +131,7 @@ def serve_cluster(
         trace=merged,
     )
     if merged is not None:
-        merged._trace.close()  # noqa: SLF001 - its writer is whoever made it
+        merged._trace.close()
     for lives in result.lives:
         for life in lives:
             life.cache.check_integrity()

@@ -1,0 +1,294 @@
+"""Planners: how many replicas a pool should have, asked once an interval.
+
+`throughput` divides what comes by what one replica can do within the SLO; `load` compares
+latencies, predicted from the load by a regression, with the SLO, and adds or removes one
+replica at a time. Both are told the hit ratio by the caches themselves, which a planner of a
+real deployment has to be given.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from math import ceil
+from typing import ClassVar, Literal
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.plugins.base import Plugin
+from kvcore.plugins.options import instantiate, nearest, parse
+from kvcore.request import SLO
+from kvcore.serving.latency import LatencyModel, StepWork
+from kvcore.units import NS_PER_S, PS_PER_S
+
+Phase = Literal["both", "prefill", "decode"]
+"""What the replicas of a pool do."""
+
+
+@attrs.frozen
+class Demand:
+    """What came to a pool in an interval, and how it fared.
+
+    Attributes:
+        seconds: length of the interval.
+        requests: requests that came.
+        prompt_tokens, output_tokens: their mean lengths; of those that ended, the output.
+        hit: share of the prompt tokens that hit.
+        load: tokens in flight on a replica, in the mean.
+        latency: seconds by which the pool is judged: TTFT of a pool that prefills, else TPOT,
+            in the mean; None: nobody has ended.
+    """
+
+    seconds: float
+    requests: int
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    hit: float = 0.0
+    load: float = 0.0
+    latency: float | None = None
+
+
+@attrs.frozen
+class Server:
+    """What one replica can do, by its latency model: what a profile of an engine would say.
+
+    Attributes:
+        latency: its latency model.
+        tokens: that its pool holds.
+        max_seqs: sequences that it runs at a time.
+    """
+
+    latency: LatencyModel
+    tokens: int
+    max_seqs: int
+
+    def prefill_s(self, tokens: float) -> float:
+        """Return the seconds to prefill `tokens` tokens in a step of their own."""
+        count = max(ceil(tokens), 1)
+        pairs = tuple(
+            count * (count + 1) // 2 if w is None else _windowed(count, w)
+            for w in self.latency.windows
+        )
+        work = StepWork(count, pairs, 0, (0,) * len(pairs))
+        return self.latency.duration(work) / PS_PER_S
+
+    def prefill_rps(self, tokens: float, ttft_s: float | None) -> float:
+        """Return how many prompts of `tokens` tokens a second it serves within `ttft_s`.
+
+        A queue M/D/1 waits R D^2 / (2 (1 - R D)) in the mean: solved for R, where the prefill
+        and the wait take `ttft_s` together. A prefill that is longer by itself is not made
+        shorter by waiting less: the rate is then that at which it is always busy.
+        """
+        took = self.prefill_s(tokens)
+        if ttft_s is None or ttft_s <= took:
+            return 1 / took
+        wait = ttft_s - took
+        return 2 * wait / (took * (took + 2 * wait))
+
+    def decode_rps(
+        self, context: float, output: float, held: float, tpot_s: float | None
+    ) -> float:
+        """Return how many requests a second it decodes within `tpot_s`.
+
+        The largest batch whose step takes at most `tpot_s`, and which the pool holds.
+
+        Args:
+            context: tokens that a sequence attends to, in the mean.
+            output: tokens that it generates.
+            held: tokens that it holds in the end.
+            tpot_s: seconds a token may take; None: as many as the largest batch does.
+        """
+        low, high = 1, max(min(self.max_seqs, int(self.tokens // max(held, 1))), 1)
+        while low < high and tpot_s is not None:
+            middle = (low + high + 1) // 2
+            if self._step_s(middle, context) <= tpot_s:
+                low = middle
+            else:
+                high = middle - 1
+        return high / (max(output, 1.0) * self._step_s(high, context))
+
+    def _step_s(self, batch: int, context: float) -> float:
+        windows = self.latency.windows
+        attended = tuple(
+            ceil(batch * (context if w is None else min(context, w))) for w in windows
+        )
+        work = StepWork(0, (0,) * len(windows), batch, attended)
+        return self.latency.duration(work) / PS_PER_S
+
+
+def _windowed(tokens: int, window: int) -> int:
+    """Count the (query, key) pairs of a prompt under an attention window."""
+    full = min(tokens, window)
+    return full * (full + 1) // 2 + (tokens - full) * window
+
+
+@attrs.define(eq=False, kw_only=True)
+class Planner(Plugin):
+    """Says how many replicas a pool should have.
+
+    Attributes:
+        least, most: replicas that there are at any time; `most` 0: as many as are given.
+        start: replicas that are up at the start; 0: `least`.
+        interval: seconds between two decisions.
+        start_up: seconds until a new replica serves, with an empty cache.
+        cool_down: seconds after a change in which none is removed.
+    """
+
+    kind: ClassVar[str] = "planner"
+
+    least: int = 1
+    most: int = 0
+    start: int = 0
+    interval: float = 180.0
+    start_up: float = 60.0
+    cool_down: float = 300.0
+
+    def __attrs_post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            InputError: numbers that leave no replica, or no time.
+        """
+        if self.least < 1 or self.start < 0 or self.most < 0:
+            msg = f"planner {self.name!r}: give a least of 1 or more replicas, and no negative"
+            raise InputError(msg)
+        if self.most and not self.least <= (self.start or self.least) <= self.most:
+            msg = f"planner {self.name!r}: give least <= start <= most"
+            raise InputError(msg)
+        if self.interval <= 0 or self.start_up < 0 or self.cool_down < 0:
+            msg = f"planner {self.name!r}: give an interval above 0 s, and no negative times"
+            raise InputError(msg)
+
+    @abstractmethod
+    def wanted(
+        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+    ) -> int:
+        """Return how many replicas the pool should have from now on.
+
+        Args:
+            demand: of the interval that has just ended.
+            replicas: that the pool has, those that start up included.
+            server: what one of them can do.
+            slo: what the requests expect.
+            phase: what they do.
+        """
+
+
+@attrs.define(eq=False, kw_only=True)
+class ThroughputPlanner(Planner):
+    """As many replicas as serve, at the rate of the last interval, within the SLO.
+
+    A pool that prefills needs rate / prefill rate of one replica, for the part of prompts that
+    does not hit, and at least TTFT / SLO of TTFT replicas; one that decodes needs rate / decode
+    rate at a context of the prompt and half of the output. One that does both needs the sum:
+    a replica then spends its time on either.
+
+    Source: the throughput mode of NVIDIA Dynamo's planner (core/throughput_scaling.py), whose
+    rates come from a profile; here they are those of the latency model.
+    """
+
+    name: ClassVar[str] = "throughput"
+
+    headroom: float = 1.0
+
+    def wanted(
+        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+    ) -> int:
+        """Return the rate over what one replica can do, times `headroom`, rounded up."""
+        del replicas
+        if not demand.requests:
+            return self.least
+        rate = demand.requests / demand.seconds * self.headroom
+        need, floor = 0.0, 1
+        if phase != "decode":
+            ttft_s = None if slo.ttft_ns is None else slo.ttft_ns / NS_PER_S
+            tokens = demand.prompt_tokens * (1 - demand.hit)
+            need += rate / server.prefill_rps(tokens, ttft_s)
+            if ttft_s is not None:
+                floor = ceil(server.prefill_s(tokens) / ttft_s)
+        if phase != "prefill" and demand.output_tokens > 1:
+            tpot_s = None if slo.tpot_ns is None else slo.tpot_ns / NS_PER_S
+            context = demand.prompt_tokens + demand.output_tokens / 2
+            held = demand.prompt_tokens + demand.output_tokens
+            need += rate / server.decode_rps(context, demand.output_tokens, held, tpot_s)
+        return max(ceil(need - 1e-9), floor)
+
+
+@attrs.define(eq=False, kw_only=True)
+class LoadPlanner(Planner):
+    """One replica more where the latency at this load is above the SLO; one less where it can.
+
+    Latency is predicted from the tokens in flight on a replica by a straight line, the least
+    squares of the last `memory` intervals. One replica is removed if the line predicts, for
+    the load that the others then have, less than `margin` of the SLO.
+
+    Source: the load mode of NVIDIA Dynamo's planner (core/load_scaling.py): linear regression,
+    one replica an interval.
+    """
+
+    name: ClassVar[str] = "load"
+
+    memory: int = 20
+    margin: float = 0.8
+
+    _samples: deque[tuple[float, float]] = attrs.field(factory=deque, init=False)
+
+    def wanted(
+        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+    ) -> int:
+        """Return one replica more or less, or as many as there are."""
+        del server
+        limit_ns = slo.tpot_ns if phase == "decode" else slo.ttft_ns
+        if demand.latency is None or limit_ns is None:
+            return replicas if demand.requests else max(replicas - 1, self.least)
+        samples, limit_s = self._samples, limit_ns / NS_PER_S
+        samples.append((demand.load, demand.latency))
+        if len(samples) > self.memory:
+            samples.popleft()
+        intercept, slope = regression(samples)
+        if intercept + slope * demand.load > limit_s:
+            return replicas + 1
+        if replicas > 1:
+            fewer = demand.load * replicas / (replicas - 1)
+            if intercept + slope * fewer < self.margin * limit_s:
+                return replicas - 1
+        return replicas
+
+
+def regression(samples: deque[tuple[float, float]]) -> tuple[float, float]:
+    """Return intercept and slope, not below 0, of the line of least squares."""
+    count = len(samples)
+    mean_x = sum(x for x, _ in samples) / count
+    mean_y = sum(y for _, y in samples) / count
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    if not spread:
+        # One load so far: latency is taken to grow in proportion to it.
+        slope = mean_y / mean_x if mean_x else 0.0
+    else:
+        slope = max(sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread, 0.0)
+    return mean_y - slope * mean_x, slope
+
+
+PLANNERS: dict[str, type[Planner]] = {
+    planner.name: planner for planner in (ThroughputPlanner, LoadPlanner)
+}
+
+
+def parse_planner(text: str) -> Planner:
+    """Build a planner from text such as `throughput:interval=60,most=8`.
+
+    Raises:
+        InputError: another name, or an option that it cannot have.
+    """
+    specs = parse(text)
+    if len(specs) != 1 or specs[0].name not in PLANNERS:
+        names = ", ".join(PLANNERS)
+        msg = f"{text!r} is no planner{nearest(text, PLANNERS)}; there are: {names}"
+        raise InputError(msg)
+    return instantiate(PLANNERS[specs[0].name], specs[0].options)
+
+
+def seconds_ns(seconds: float) -> int:
+    """Return seconds as whole nanoseconds."""
+    return round(seconds * NS_PER_S)

@@ -1,0 +1,126 @@
+"""Replicas that start and stop: served requests, lost caches, what was paid for."""
+
+import pytest
+
+import kvcore
+from kvcore import InputError, Request
+from kvcore.cluster import simulate_cluster
+from kvcore.config import RunConfig
+from kvcore.config.cluster import ClusterParts
+from kvcore.trace import Trace, read_events
+
+SECOND = 10**9
+BUSY = 160
+"""Requests in the second minute; in each of the others there are two."""
+
+
+class Wave(kvcore.Workload):
+    """Five minutes, the second of them busy; all prompts share 512 tokens."""
+
+    name = "wave"
+    digest = "wave"
+    key_tokens = 16
+
+    def __iter__(self):
+        """Yield the requests."""
+        number = 0
+        for minute, count in enumerate((2, BUSY, 2, 2, 2)):
+            for each in range(count):
+                at = minute * 60 * SECOND + each * 60 * SECOND // count
+                keys = [*range(32), *(1000 * (number + 1) + place for place in range(32))]
+                yield Request(
+                    id=number,
+                    arrival=at,
+                    prompt_tokens=1024,
+                    output_tokens=20,
+                    key_tokens=16,
+                    keys=keys,
+                )
+                number += 1
+
+    def options(self):
+        """It has none."""
+        return {}
+
+
+def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0", **options):
+    """Serve the wave with at most four replicas that prefill 1,000 tokens a second."""
+    config = RunConfig.of(
+        "simulate",
+        workload=Wave(),
+        replicas=4,
+        router="least-requests",
+        latency="token-rate:prefill=1,decode=0.1",
+        blocks=512,
+        slo="ttft=3",
+        autoscale=autoscale,
+        **options,
+    )
+    parts = ClusterParts(config)
+    if trace is None:
+        return simulate_cluster(parts.workload, **parts.cluster())
+    with Trace(trace, workload=parts.workload, seed=0) as written:
+        return simulate_cluster(parts.workload, **parts.cluster(written))
+
+
+def test_replicas_come_and_go_with_the_requests():
+    """More are up in the busy minute than before it, and fewer after it; all are served."""
+    result = serve()
+    assert result.summary()["completed"] == len(list(Wave()))
+    assert any(change.up for change in result.changes)
+    assert any(not change.up for change in result.changes)
+
+
+def test_only_replicas_that_are_up_are_paid_for():
+    """Their seconds are less than those of four replicas, and more than those of one."""
+    result = serve()
+    assert result.simulated_s < result.replica_s < 4 * result.simulated_s
+
+
+def test_a_replica_that_starts_again_has_an_empty_cache():
+    """It stopped when it had ended its requests, and lost its K/V: it has a life for each."""
+    result = serve()
+    stops = [change.replica for change in result.changes if not change.up]
+    assert stops
+    for replica in set(stops):
+        assert len(result.lives[replica]) == 1 + stops.count(replica)
+    for lives in result.lives:
+        for life in lives:
+            life.cache.check_integrity()
+
+
+def test_a_replica_that_starts_up_gets_no_request_before(tmp_path):
+    """Between the decision and RETURN no request is routed to it, nor after LEAVE."""
+    serve(tmp_path / "trace.jsonl")
+    up = {0}
+    seen = set()
+    for event in read_events(tmp_path / "trace.jsonl"):
+        if event.event == "RETURN":
+            up.add(event.replica)
+        elif event.event == "LEAVE":
+            up.discard(event.replica)
+        elif event.event == "ROUTE":
+            assert event.replica in up
+            seen.add(event.replica)
+    assert len(seen) > 1
+
+
+def test_no_replica_leaves_while_it_is_calm():
+    """With a long cool-down none is stopped after the last was started."""
+    result = serve(autoscale="throughput:interval=20,start_up=10,cool_down=1000")
+    assert result.changes
+    assert all(change.up for change in result.changes)
+
+
+@pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])
+def test_equal_commands_equal_bytes(tmp_path, planner):
+    """Two runs write the same trace."""
+    serve(tmp_path / "a.jsonl", planner)
+    serve(tmp_path / "b.jsonl", planner)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_failures_and_a_planner_are_too_much():
+    """Both start and stop replicas."""
+    with pytest.raises(InputError, match="give one of them"):
+        serve(fail=["replica=0,at=1,for=2"])
