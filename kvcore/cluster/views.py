@@ -286,7 +286,7 @@ class _Place:
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored."""
-        self.tell(self, now, True, span, blocks)
+        self.tell(self, now, span, blocks, stored=True)
         if self.below is not None:
             self.below.stored(span, blocks, now)
 
@@ -297,7 +297,7 @@ class _Place:
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to leave."""
-        self.tell(self, now, False, span, blocks)
+        self.tell(self, now, span, blocks, stored=False)
         if self.below is not None:
             self.below.leaving(span, blocks, now, reason)
 
@@ -361,16 +361,18 @@ class EventsView(PrefixView):
         place = self._places[replica] = _Place(replica, blocks, self._hear)
         return place
 
-    def _hear(self, place: _Place, now: int, stored: bool, span: Span, blocks: int) -> None:
+    def _hear(
+        self, place: _Place, now: int, span: Span, blocks: int, *, stored: bool
+    ) -> None:
         end, ratio = span.end, span.geometry.ratio
-        self._expect(place, now, stored, span.path_keys, end - blocks, end, ratio)
+        self._expect(place, now, span.path_keys, end - blocks, end, ratio, stored=stored)
 
     def _told(self, replica: int, keys: Keys[Key], now: int, *, stored: bool) -> None:
         if keys:
             place = self._places.get(replica) or self._place(replica, None, None)
-            self._expect(place, now, stored, keys, 0, len(keys), 1)
+            self._expect(place, now, keys, 0, len(keys), 1, stored=stored)
 
-    def _expect(self, place: _Place, at: int, stored: bool, *blocks: Any) -> None:
+    def _expect(self, place: _Place, at: int, *blocks: Any, stored: bool) -> None:
         """Let an event come after the delay."""
         self._serial += 1
         heappush(self._coming, _Event(at, self._serial, place, stored, *blocks))
