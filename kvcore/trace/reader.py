@@ -177,8 +177,8 @@ class TraceReader(SealedReader["Event"]):
 class ServerReader(TraceReader):
     """Reads the trace of one server, or of one replica of a cluster as if it were that.
 
-    Lines keep their numbers; a request comes when it is routed to the replica. Once the life
-    of a replica is over nothing more is yielded, while the rest of the file is checked.
+    Of a replica, lines are numbered anew, a request comes when it is routed there, and once
+    its life is over nothing more is yielded, while the rest of the file is checked.
 
     Args:
         file: the trace.
@@ -233,6 +233,7 @@ class ServerReader(TraceReader):
             msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
             raise InputError(msg)
         yield replicas.headers[number]
+        n = 1
         for event in lines:
             try:
                 placed = replicas.place(event)
@@ -250,9 +251,12 @@ class ServerReader(TraceReader):
             if life not in (None, at):
                 continue
             if placed is not None and mine and event.event not in CHANGES:
-                yield placed[1]
-            elif event.event == "END" and replicas.up[number]:
-                yield event
+                event = placed[1]  # noqa: PLW2901
+            elif event.event != "END" or not replicas.up[number]:
+                continue
+            event.n = n
+            n += 1
+            yield event
         if life is not None and not 0 < life <= replicas.lives[number]:
             lives = replicas.lives[number]
             msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"
