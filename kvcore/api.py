@@ -95,6 +95,7 @@ class ClusterOptions(ServingOptions, total=False):
     router: PluginChoice
     view: str
     fail: str | Sequence[str]
+    autoscale: str | None
 
 
 class EngineOptions(ServingOptions, total=False):

@@ -42,6 +42,7 @@ METAVARS = {
     "replicas": "INTEGER",
     "view": "VIEW",
     "fail": "FAILURE",
+    "autoscale": "PLANNER",
     **dict.fromkeys(KINDS, "PLUGIN"),
 }
 
@@ -207,7 +208,7 @@ part_options = all_of(
 )
 """The options of the part of a workload that is read."""
 
-cluster_options = all_of(*map(shared, ("replicas", "router", "view", "fail")))
+cluster_options = all_of(*map(shared, ("replicas", "router", "view", "fail", "autoscale")))
 """The options of several servers that share the requests."""
 
 traffic_options = all_of(*map(shared, ("rate_scale", "slo", "seed")), config_option)

@@ -340,8 +340,8 @@ class RunConfig:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether several servers share the requests, or one that differs, or fails."""
-        return self.replicas != 1 or bool(self.fail)
+        """Whether several servers share the requests, or one that differs, fails or stops."""
+        return self.replicas != 1 or bool(self.fail) or self.autoscale is not None
 
     @property
     def batching(self) -> Batching:
@@ -639,6 +639,21 @@ def _failures(value: object) -> tuple[str, ...]:
 def tiers_text(tiers: Iterable[object]) -> str:
     """Return tiers as `RunConfig` reads them, or `none`."""
     return ",".join(map(str, tiers)) or "none"
+
+
+def replicas_text(replicas: int | Sequence[Mapping[str, Any]]) -> int | str:
+    """Return replicas as a table has them: `8`, or `2 x device=h200 + 6 x max_seqs=64`."""
+    if isinstance(replicas, int):
+        return replicas
+    groups = (
+        (table["count"], ",".join(f"{k}={_shown(v)}" for k, v in table.items() if k != "count"))
+        for table in replicas
+    )
+    return " + ".join(f"{count} x {own}" if own else str(count) for count, own in groups)
+
+
+def _shown(value: object) -> str:
+    return tiers_text(value) if isinstance(value, tuple) else as_text(value)
 
 
 def _table(table: Mapping[str, Any]) -> Spec:

@@ -115,9 +115,7 @@ def check_trace(
     return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
 
 
-def check_event(
-    reader: TraceReader, checker: Checker | None, event: events.Event
-) -> Checker:
+def check_event(reader: TraceReader, checker: Checker | None, event: events.Event) -> Checker:
     """Check `event`, which `reader` has just read; return the checker, made for HEADER.
 
     Raises:

@@ -190,9 +190,7 @@ class ServerReader(TraceReader):
             or of one server and one is, or there is no such replica or life.
     """
 
-    def __init__(
-        self, file: str | os.PathLike[str], replica: int | str | None = None
-    ) -> None:
+    def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
         super().__init__(file)
         self._number = self._life = None
         if replica is not None:
