@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     # And these where there are prices.
     from kvcore.analysis.billing import Bills
-    from kvcore.models.pricing import PriceModel
     from kvcore.config.run_config import FailureChoices, ReplicaChoices
+    from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
     from kvcore.trace.check import Checker
 
@@ -218,7 +218,7 @@ class Recorded:
         reader: of the trace; named in errors.
         header: its first line.
         slo: what is expected for requests that bring no SLO of their own.
-        log, stats: what is added to; None: new ones.
+        log: what is added to; None: a new one.
 
     Attributes:
         log, stats: as those of a run. Without a clock a request ends when it is closed.
@@ -231,10 +231,9 @@ class Recorded:
         header: events.Header,
         slo: SLO | None,
         log: RunLog | None = None,
-        stats: CacheStats | None = None,
     ) -> None:
         self.log = RunLog(header.blocks, slo) if log is None else log
-        self.stats = CacheStats() if stats is None else stats
+        self.stats = CacheStats()
         self.evicted = 0
         self._reader = reader
         self._timed = header.mode != "untimed"
@@ -368,25 +367,28 @@ class RecordedLives:
     Args: as of `Recorded`.
 
     Attributes:
-        log, stats: of all requests; of one that was served again its last time, and with the
-            hits of each.
+        log: of all requests; of one that was served again its last time.
     """
 
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
         from kvcore.trace.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
 
-        self.log, self.stats = RunLog(header.blocks, slo), CacheStats()
+        self.log = RunLog(header.blocks, slo)
         self._placed = Replicas(header)
-        self._make = lambda own: Recorded(reader, own, slo, self.log, self.stats)
-        self._lives = [self._make(own) for own in self._placed.headers]
+        self._make = lambda own: Recorded(reader, own, slo, self.log)
+        self._lives = [[self._make(own)] for own in self._placed.headers]
         # What was turned away by the router is of a server that got nothing else.
         self._refused = self._make(header)
-        self._ended = 0
+
+    @property
+    def stats(self) -> CacheStats:
+        """The counts of the caches, in the order in which a result adds them."""
+        return CacheStats.sum(life.stats for lives in self._lives for life in lives)
 
     @property
     def evicted(self) -> int:
         """Blocks that left the caches, for room or because they expired."""
-        return self._ended + sum(life.evicted for life in self._lives)
+        return sum(life.evicted for lives in self._lives for life in lives)
 
     def take(self, event: events.Event) -> None:
         """Apply a line. O(1), or O(keys) of a request.
@@ -401,11 +403,12 @@ class RecordedLives:
         if placed is not None:
             number, line = placed
             if event.event == "FAIL":
-                self._ended += self._lives[number].evicted
-                self._lives[number] = self._make(self._placed.headers[number])
+                self._lives[number].append(self._make(self._placed.headers[number]))
                 return
             # It came when it came to the cluster, not to the replica.
-            self._lives[number].take(request if event.event == "ROUTE" and request else line)
+            self._lives[number][-1].take(
+                request if event.event == "ROUTE" and request else line
+            )
         elif event.event == "REJECT" and request:
             self._refused.take(request)
             self._refused.take(event)
@@ -749,7 +752,13 @@ class _ClusterRerun:
         result = self._result
         life, caches = result.lives[0][0], [each.cache for each in chain(*result.lives)]
         cache, made = life.cache, self._parts
-        plugins = (cache.eviction, cache.prefix, cache.retention, made.scheduler(), life.latency)
+        plugins = (
+            cache.eviction,
+            cache.prefix,
+            cache.retention,
+            made.scheduler(),
+            life.latency,
+        )
         levels = () if cache.tiers is None else cache.tiers.levels
         used = [*filter(None, plugins), *(level.tier for level in levels), result.router]
         evicted = sum(c.tree.evicted_blocks + c.tree.expired_blocks for c in caches)

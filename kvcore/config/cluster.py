@@ -19,6 +19,7 @@ from kvcore.trace import Trace
 from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
 from kvcore.workloads import Workload
 
+
 class ClusterParts(RunParts):
     """The parts of a cluster: those of a run, and of its replicas where they differ.
 

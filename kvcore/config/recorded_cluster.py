@@ -1,4 +1,4 @@
-"""Build the parts of a recorded cluster again, or those of one that a server's trace would be."""
+"""Build the parts of a recorded cluster again, or a cluster of servers that were recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordedCluster(RecordedParts, ClusterParts):
         """Return the configuration in which the trace was recorded, as JSON has it."""
         header = self._header
         if "replicas" not in header:
-            return super().recorded() | {"replicas": 1}
+            return super().recorded() | {"replicas": 1, "fail": []}
         records, routing = header["replicas"], header["routing"]
         alike = len(records) == 1
         return super().recorded() | {
