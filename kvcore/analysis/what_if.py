@@ -31,7 +31,7 @@ from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.check import check_event
 from kvcore.trace.fields import read_request, slo_of, version
-from kvcore.trace.reader import TraceReader
+from kvcore.trace.reader import ServerReader, TraceReader
 from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -664,8 +664,12 @@ def bill_trace(
     return found
 
 
-def recorded_run(file: str | os.PathLike[str], tick: Tick = unseen) -> RunSummary:
+def recorded_run(
+    file: str | os.PathLike[str], tick: Tick = unseen, replica: int | str | None = None
+) -> RunSummary:
     """Return the summary of a recorded run, whose trace is checked line by line.
+
+    Of a cluster it is that of all requests, or of those of a `replica`.
 
     Its configuration is that of the header, and it is judged by the SLO there. `tick` is
     called with the bytes of the file that are done.
@@ -677,7 +681,7 @@ def recorded_run(file: str | os.PathLike[str], tick: Tick = unseen) -> RunSummar
     workload = TraceWorkload(file)
     header = workload.header.as_dict()
     slo = slo_of(header["slo"]) if header.get("slo") else None
-    recorded = _verified(workload.file, workload.header, slo, tick)
+    recorded = _verified(workload.file, workload.header, slo, tick, replica)
     timed = header["mode"] != "untimed"
     return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
 
@@ -816,16 +820,21 @@ class _Rerun:
 
 
 def _verified(
-    file: Path, header: events.Header, slo: SLO | None, tick: Tick = unseen
+    file: Path,
+    header: events.Header,
+    slo: SLO | None,
+    tick: Tick = unseen,
+    replica: int | str | None = None,
 ) -> Recorded | RecordedLives:
     """Check every line of a trace; return the log of its requests.
 
     Raises:
         InputError, TraceError: as `whatif` does.
     """
-    reader = TraceReader(file)
+    whole = replica is None
+    reader = TraceReader(file) if whole else ServerReader(file, replica)
     checker: Checker | None = None
-    recorded = (RecordedLives if header.replicas else Recorded)(reader, header, slo)
+    recorded = (RecordedLives if header.replicas and whole else Recorded)(reader, header, slo)
     for event in ticked(reader, tick):
         checker = check_event(reader, checker, event)
         recorded.take(event)
