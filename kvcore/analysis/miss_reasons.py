@@ -316,7 +316,7 @@ class Summary:
         admitted, rejected, waiting: requests by what became of them.
         readmitted: admissions after a preemption, which count nowhere else.
         prompt_tokens, hit_tokens: of those admitted; `missed_tokens` is the rest.
-        categories: each of `CATEGORIES`, or of `OF_CLUSTERS`; their tokens add up to those missed.
+        categories: each of `Explanation.categories`; their tokens add up to those missed.
         ways: each of `WAYS`; their tokens add up to the compulsory ones.
         salted: what starts anew though requests of other salts came before: as much, at
             most, could be text that another salt has.

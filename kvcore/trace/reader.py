@@ -137,18 +137,22 @@ class TraceReader(SealedReader["Event"]):
                 "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
             })  # fmt: skip
         else:
-            # With as many colons as names, none stands there twice.
-            colons = raw.count(b":")
-            plain = colons == self._required_names[type(event)]
-            if not (plain or colons == self._count_names(event)) or (
-                self._odd_bytes and ODD_BYTES.search(raw)
-            ):
-                self._must_be_as_written(raw, orjson.loads(raw))
-            if not plain:
-                self._check_placed(event)
+            self._check_names(raw, event)
             self._counts[name] = self._counts.get(name, 0) + 1
         self._time = now
         return event
+
+    def _check_names(self, raw: bytes, event: Event) -> None:
+        """Refuse a line that has a name twice, or is otherwise not written as kvcore does."""
+        # With as many colons as names, none stands there twice.
+        colons = raw.count(b":")
+        plain = colons == self._required_names[type(event)]
+        if not (plain or colons == self._count_names(event)) or (
+            self._odd_bytes and ODD_BYTES.search(raw)
+        ):
+            self._must_be_as_written(raw, orjson.loads(raw))
+        if not plain:
+            self._check_placed(event)
 
     def _check_placed(self, event: Event) -> None:
         """Refuse a replica in the trace of one server; of a cluster expect one from now on."""
@@ -211,8 +215,8 @@ class ServerReader(TraceReader):
                 yield from self._of_replica(header, lines)  # type: ignore[arg-type]
                 continue
             if self._number is not None:
-                msg = f"{self.file} is the trace of one server, which is no replica"
-                raise InputError(f"{msg}: leave --replica out")
+                msg = f"{self.file} is the trace of one server: leave --replica out"
+                raise InputError(msg)
             yield header
             yield from lines
 
