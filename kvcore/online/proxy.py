@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -37,11 +39,17 @@ ELSEWHERE = {429, 502, 503, 504}
 MOST_EVENT = 4 << 20
 """Bytes of the longest event of a stream."""
 
+LARGE = 1 << 20
+"""Bytes that aiohttp wants in a file: it sends them in parts."""
+
 MOST_HEADERS = 64
 LONGEST_HEADER = 8_190
 
 IDLE_SECONDS = 3.0
 """After this a connection to a server is not used again: vLLM closes its own after five."""
+
+LINGERING_SECONDS = 2.0
+"""For the rest of a request that was answered before it was read."""
 
 GONE = 499
 """The status that metrics have for a client that went away, as nginx has it."""
@@ -205,8 +213,10 @@ class Proxy:
         self._runner = self._web.AppRunner(
             app,
             access_log=None,
+            logger=_logger(self._aiohttp.http_exceptions.HttpProcessingError),
             handler_cancellation=True,
             keepalive_timeout=config.client_timeout,
+            lingering_time=min(config.client_timeout, LINGERING_SECONDS),
             max_headers=MOST_HEADERS,
             max_line_size=LONGEST_HEADER,
             max_field_size=LONGEST_HEADER,
@@ -420,7 +430,7 @@ class Proxy:
             async with attempt.deadline:
                 response = await self._session.post(
                     f"{attempt.server.options.url}{call.path}",
-                    data=body,
+                    data=body if len(body) < LARGE else BytesIO(body),
                     headers={**self._headers(http), "Content-Type": "application/json"},
                     allow_redirects=False,
                 )
@@ -545,6 +555,15 @@ class Proxy:
 
 class _ClientGoneError(Exception):
     """A client went away, or did not take its answer in time."""
+
+
+def _logger(malformed: type[Exception]) -> logging.Logger:
+    """Return what prints errors of the proxy, and none of malformed requests."""
+    logger = logging.Logger("kvcore.route")
+    logger.addFilter(
+        lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
+    )
+    return logger
 
 
 class _Refusal(asyncio.Protocol):

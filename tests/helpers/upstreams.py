@@ -53,7 +53,8 @@ class Upstream:
 
     async def stop(self):
         """Cut all connections, and listen no more."""
-        for connection in self._runner.server.connections:
+        server = self._runner.server
+        for connection in server.connections if server else ():
             if connection.transport is not None:
                 connection.transport.abort()
         await self._runner.cleanup()

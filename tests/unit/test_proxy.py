@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from contextlib import suppress
+from io import BytesIO
 
 import pytest
 from helpers.upstreams import prompt, routed, until
@@ -68,13 +69,11 @@ async def ask(client, *, path=COMPLETIONS, headers=None, **more):
         return answer.status, answer.headers, await answer.text()
 
 
-async def raw(proxy, data, *, end=True):
-    """Send bytes; return all that comes back."""
+async def raw(proxy, data):
+    """Send bytes; return all that comes back until the proxy ends the connection."""
     host, port = proxy.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
-    if end:
-        writer.write_eof()
     answer = b""
     with suppress(ConnectionError):
         answer = await reader.read()
@@ -336,9 +335,9 @@ def test_a_client_that_sends_slowly_is_left():
 
     async def scene(proxy, servers, client):
         whole = http_request(json.dumps(prompt()).encode())
-        answer = await raw(proxy, whole[:-5], end=False)
+        answer = await raw(proxy, whole[:-5])
         assert answer.startswith(b"HTTP/1.1 408")
-        assert await raw(proxy, whole[:40], end=False) in (b"", answer)
+        assert await raw(proxy, whole[:40]) in (b"", answer)
         assert not servers[0].calls
 
     play(scene, client_timeout=0.2)
@@ -352,7 +351,7 @@ def test_a_client_that_sends_slowly_is_left():
         (400, b'{"messages": []}', "application/json"),
         (400, b'{"prompt": "\xff"}', "application/json"),
         (400, b"[" * 100_000, "application/json"),
-        (413, b" " * 2_000_000, "application/json"),
+        (413, b" " * 600_000, "application/json"),
         (415, b"{}", "text/plain"),
     ],
 )
@@ -365,7 +364,20 @@ def test_a_request_that_is_none_is_refused(status, body, kind):
             assert (await answer.json())["error"]["type"] == "invalid_request_error"
         assert not servers[0].calls
 
-    play(scene, count=1, body="1MB")
+    play(scene, count=1, body="500kB")
+
+
+def test_a_large_request_is_passed_on():
+    """As long as it is not above the limit."""
+
+    async def scene(proxy, servers, client):
+        body = BytesIO(json.dumps(prompt(["x" * 900_000, "y" * 900_000])).encode())
+        kind = {"Content-Type": "application/json"}
+        async with client.post(COMPLETIONS, data=body, headers=kind) as answer:
+            assert answer.status == 200
+        assert len(servers[0].calls[0]["prompt"][1]) == 900_000
+
+    play(scene, count=1)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +396,7 @@ def test_headers_that_are_wrong_are_refused(headers):
 
     async def scene(proxy, servers, client):
         answer = await raw(proxy, http_request(json.dumps(prompt()).encode(), *headers))
-        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer[9:12] == b"400"
         assert not servers[0].calls
 
     play(scene, count=1)
@@ -420,7 +432,7 @@ def test_nothing_else_is_passed_on(line):
     """Neither other paths nor other hosts."""
 
     async def scene(proxy, servers, client):
-        answer = await raw(proxy, f"{line}\r\nHost: example.com\r\n\r\n".encode())
+        answer = await raw(proxy, f"{line}\r\nHost: example.com\r\nConnection: close\r\n\r\n".encode())
         assert answer[9:12] in (b"404", b"400", b"405")
 
     play(scene, count=1)
