@@ -21,7 +21,14 @@ from kvcore.cli.run import run
 from kvcore.cli.simulate import simulate
 from kvcore.cli.sweep import sweep
 from kvcore.config.files import GROUPS
-from kvcore.config.run_config import EXPECTATIONS, option_choices, option_help, option_names
+from kvcore.config.run_config import (
+    EXPECTATIONS,
+    OF_REPLICAS,
+    option_choices,
+    option_help,
+    option_names,
+    option_type,
+)
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 
@@ -41,6 +48,15 @@ _MARKED: Mapping[str, Any] = {
             {"$ref": "#/$defs/plugin"},
             {"type": "array", "items": {"$ref": "#/$defs/plugin"}},
         ],
+    },
+    "replicas": {
+        "anyOf": [
+            {"type": "integer", "minimum": 1},
+            {"type": "array", "items": {"$ref": "#/$defs/replicas"}, "minItems": 1},
+        ],
+    },
+    "failures": {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     },
     "model": {"type": "string"},
     "device": {"type": "string"},
@@ -116,7 +132,19 @@ def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
         "type": "object",
         "properties": _spelled(properties),
         "additionalProperties": False,
-        "$defs": _DEFINITIONS,
+        "$defs": {**_DEFINITIONS, "replicas": _replicas()},
+    }
+
+
+def _replicas() -> dict[str, Any]:
+    """Return the schema of the options that servers of a cluster have of their own."""
+    count = {"count": {"type": "integer", "minimum": 1}}
+    own = {name: _described(name, option_type(name), None) for name in OF_REPLICAS}
+    return {
+        "description": "Servers that are alike: how many, and the options they have.",
+        "type": "object",
+        "properties": count | _spelled(own),
+        "additionalProperties": False,
     }
 
 

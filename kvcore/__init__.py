@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # without `typing`, whose import takes longer than this o
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvcore.api import compare, plan, run, simulate
+    from kvcore.api import compare, plan, run, simulate, simulate_cluster
     from kvcore.cache import (
         EvictionPolicy,
         KVCache,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
 
-_CALLS = ("compare", "plan", "run", "simulate")
+_CALLS = ("compare", "plan", "run", "simulate", "simulate_cluster")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
@@ -76,6 +76,7 @@ __all__ = [
     "plan",
     "run",
     "simulate",
+    "simulate_cluster",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The calls that most programs need: simulate, run, compare and plan, from names.
+"""The calls that most programs need: simulate, run, compare, plan and more, from names.
 
 Each also takes objects where it takes names. The rooms below are imported by the first call
 that needs them, so that `import kvcore` stays light.
@@ -24,13 +24,14 @@ from kvcore.request import SLO, Request
 from kvcore.serving import Batching, Result
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace import Trace
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, check_keys
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
     from kvcore.analysis.comparison import Policy
     from kvcore.analysis.planning import FleetPlan
     from kvcore.cache import PrefixIndex
+    from kvcore.cluster import ClusterResult
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.run_config import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
@@ -85,6 +86,16 @@ class ServingOptions(PoolOptions, total=False):
     limit: int | None
     window: tuple[int, int | None] | str | None
     allocation: Literal["paged", "contiguous"]
+
+
+class ClusterOptions(ServingOptions, total=False):
+    """Options of several servers that share requests; see `RunConfig`."""
+
+    replicas: int | Sequence[Mapping[str, Any]]
+    router: PluginChoice
+    view: str
+    fail: str | Sequence[str]
+    autoscale: str | None
 
 
 class EngineOptions(ServingOptions, total=False):
@@ -154,6 +165,51 @@ def simulate(
     with _traced(parts, trace) as written:
         made = parts.arguments(written) | {"allocation": config.allocation}
         return run_simulation(parts.workload, **made, **measured)
+
+
+def simulate_cluster(
+    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    *,
+    residency: bool = False,
+    trace: str | PathLike[str] | None = None,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ClusterOptions],
+) -> ClusterResult:
+    """Serve a workload with several replicas, among which a router divides the requests.
+
+    `kvcore.simulate_cluster("mooncake", replicas=8, router="least-requests")` runs what
+    `kvcore simulate --replicas 8` runs. Unlike replicas are tables of options, each with a
+    `count`: `replicas=[{"count": 2, "device": "h200"}, {"count": 6, "max_seqs": 64}]`.
+
+    Args:
+        workload: where the requests come from.
+        residency: whether to measure how long blocks rest, in the caches of `result.lives`.
+        trace: the file to write every decision to.
+        plugins: where names are looked up; None: what is installed.
+        progress: is given the number of requests that have arrived; None: nothing is.
+        options: options of `RunConfig`, and `batching`, which gives several of them.
+
+    Raises:
+        InputError: an option that there is not, parts that do not fit one another, a replica
+            that fails and is not there, or a workload out of order.
+        PluginError: a plugin that cannot work here.
+        PolicyError: a plugin failed, or a scheduler lets nothing run.
+    """
+    from kvcore.cluster import simulate_cluster as run_cluster  # noqa: PLC0415 - of several servers
+    from kvcore.config import RunConfig  # noqa: PLC0415 - `import kvcore` is light
+    from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - as above
+    from kvcore.progress import silent, ticked, unseen  # noqa: PLC0415 - as above
+
+    config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    parts = ClusterParts(config, plugins)
+    source = parts.workload
+    with (
+        _traced(parts, trace) as written,
+        (progress or silent)(f"simulating {source.name}", source.size) as tick,
+    ):
+        requests = source if tick is unseen else ticked(check_keys(source), tick)
+        return run_cluster(requests, **parts.cluster(written), residency=residency)
 
 
 def find_capacity(

@@ -32,7 +32,10 @@ _WHOLE = re.compile(
     rf"{_NUMBER.replace('(', '([+-]?', 1)}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?)?)\s*",
     re.ASCII | re.IGNORECASE,
 )
-_SCIENTIFIC = re.compile(rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*", re.ASCII | re.IGNORECASE)
+_SECONDS = re.compile(
+    rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[mun]?s)?)\s*", re.ASCII | re.IGNORECASE
+)
+_UNITS = {"": NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 def parse_bytes(text: str) -> int:
@@ -108,16 +111,18 @@ def parse_window(text: str) -> tuple[int, int | None]:
 
 
 def parse_seconds(text: str) -> int:
-    """Read seconds such as `90`, `1.5` or `1e-3` as nanoseconds, exactly.
+    """Read a time such as `90` or `1.5` (seconds), or `50ms`, as nanoseconds, exactly.
+
+    The units are `s`, `ms`, `us` and `ns`.
 
     Raises:
         InputError: not a number, negative, finer than a nanosecond, or 2^63 ns and more.
     """
-    match = _SCIENTIFIC.fullmatch(text)
+    match = _SECONDS.fullmatch(text)
     if match is None:
-        msg = f"time {text!r}: expected a number of seconds, such as 90 or 1.5"
+        msg = f"time {text!r}: expected a number of seconds, such as 90 or 1.5, or 50ms"
         raise InputError(msg)
-    nanoseconds = Fraction(match[1]) * NS_PER_S
+    nanoseconds = Fraction(match[1]) * _UNITS[match[2].lower()]
     if nanoseconds.denominator != 1:
         msg = f"time {text!r}: finer than a nanosecond, which is the clock's unit"
         raise InputError(msg)

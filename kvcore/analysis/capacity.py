@@ -7,7 +7,8 @@ from contextlib import suppress
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -25,11 +26,18 @@ from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, RunLog, Servi
 from kvcore.serving.result import LAST, Queue, moments, offered_load
 from kvcore.serving.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from kvcore.cluster import ClusterResult
+    from kvcore.config.cluster import ClusterParts
+
 MOST_RATES = 6
-"""Simulations in search of a rate, at most."""
+"""Simulations in search of a rate, or of a number of replicas, at most."""
 
 DOUBLINGS = 5
 """How often a pool or a number of GPUs is doubled, at most."""
+
+MORE = 1.25
+"""How many times as many replicas are tried next."""
 
 CLOSE = 1.05
 """How near the rate that holds and the next one that does not are, as a ratio;
@@ -61,6 +69,39 @@ def find_capacity(
         "tensor_parallel": search.devices(),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def find_replicas(
+    parts: ClusterParts, result: ClusterResult, tick: Tick = unseen
+) -> dict[str, float | int]:
+    """Return the number of replicas with which the queue of a cluster does not grow to the end.
+
+    Empty if it does not grow as it is, if replicas are unlike, or if none was found. The first
+    number to be tried is what would serve requests as fast as they come, at the rate of the
+    replicas there were; the next are `MORE` times as many, at most `MOST_RATES` in all.
+
+    Args:
+        parts: what was simulated; plugins must be named there, since each run has its own.
+        result: what came of it.
+        tick: called with 1 after each simulation.
+    """
+    from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server does without it
+
+    found, number = result.saturation, parts.config.replicas
+    if found is None or not found.saturated or not isinstance(number, int):
+        return {}
+    load = result.offered_load or 0
+    needed = number * max(found.arrivals_per_s / found.served_per_s, load)
+    for _ in range(MOST_RATES):
+        number = max(ceil(needed), number + 1)
+        config = attrs.evolve(parts.config, replicas=number)
+        again = type(parts)(config, parts.plugins, workload=parts.workload)
+        tried = simulate_cluster(again.workload, **again.cluster(), residency=False).saturation
+        tick(1)
+        if tried is None or not tried.saturated:
+            return {"replicas": number}
+        needed = number * MORE
+    return {}
 
 
 @attrs.frozen

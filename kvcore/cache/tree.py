@@ -34,10 +34,10 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
-    """Hears what a tree stores and loses: the tiers below it. Called between two changes."""
+    """Hears what a tree stores and loses: the tiers below it, or a router. Called between two changes."""
 
-    def stored(self, span: Span, now: int) -> None:
-        """Called when blocks at the end of `span` were stored. It is pinned."""
+    def stored(self, span: Span, blocks: int, now: int) -> None:
+        """Called when the last `blocks` blocks of `span` were stored. It is pinned."""
 
     def hit(self, span: Span, now: int) -> None:
         """Called when another request has hit `span` and all above it. They are pinned."""
@@ -452,7 +452,7 @@ class SpanTree:
         if seq.family is not None and ids is not None:
             self._share_with_forks(seq, first, ids, now)
         if self.watcher is not None:
-            self.watcher.stored(span, now)
+            self.watcher.stored(span, upto - first, now)
 
     def _add_child(
         self,

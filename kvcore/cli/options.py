@@ -39,11 +39,18 @@ METAVARS = {
     "slo": "SLO",
     "limit": "INTEGER",
     "window": "START:END",
+    "replicas": "INTEGER",
+    "view": "VIEW",
+    "fail": "FAILURE",
+    "autoscale": "PLANNER",
     **dict.fromkeys(KINDS, "PLUGIN"),
 }
 
 TEXT = ("model", "device", *METAVARS)
 """Options that are more than a number or a choice: their text is read as in TOML."""
+
+MULTIPLE = ("tier", "fail")
+"""Options that may be given several times."""
 
 
 def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -99,7 +106,7 @@ def shared(
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", **more)
-    if name == "tier":
+    if name in MULTIPLE:
         more |= {"multiple": True, "default": ()}
     if name in TEXT:
         more |= {"metavar": METAVARS.get(name, "TEXT"), "type": click.UNPROCESSED}
@@ -176,7 +183,7 @@ def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
         each.opts[0].lstrip("-").replace("-", "_"): (str(each.name), _type(each))
         for each in command.params
         if each.callback is not load_config
-        and (each.name == "tier" or not getattr(each, "multiple", False))
+        and (each.name in MULTIPLE or not getattr(each, "multiple", False))
     }
 
 
@@ -193,6 +200,9 @@ part_options = all_of(
     shared("limit", text=f"{option_help('limit')}  [default: all]"), shared("window")
 )
 """The options of the part of a workload that is read."""
+
+cluster_options = all_of(*map(shared, ("replicas", "router", "view", "fail", "autoscale")))
+"""The options of several servers that share the requests."""
 
 traffic_options = all_of(*map(shared, ("rate_scale", "slo", "seed")), config_option)
 

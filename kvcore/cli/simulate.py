@@ -12,6 +12,7 @@ import click
 
 from kvcore.cli.options import (
     batching_options,
+    cluster_options,
     config_of,
     names_from_file,
     naming,
@@ -39,7 +40,7 @@ from kvcore.files import make_directory, refuse_overwrite
 from kvcore.progress import silent, ticked, unseen
 from kvcore.serving import Result, Scheduler
 from kvcore.serving import simulate as run_simulation
-from kvcore.serving.result import REQUESTS, SUMMARY
+from kvcore.serving.result import REQUESTS, SUMMARY, Reported
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 from kvcore.workloads import check_keys
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 @shared("memory")
 @batching_options
 @shared("allocation")
+@cluster_options
 @traffic_options
 @output_options
 @click.option(
@@ -86,7 +88,13 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     """
     from_file = names_from_file(ctx, given)
     config = config_of(given, "simulate")
-    parts = RunParts(config, naming=naming(given["config"], from_file))
+    named = naming(given["config"], from_file)
+    if config.is_cluster:
+        from kvcore.cli.cluster import simulate_replicas  # noqa: PLC0415 - of several servers
+
+        simulate_replicas(config, given, named)
+        return
+    parts = RunParts(config, naming=named)
     out = given["out"]
     with outputs(parts, given) as (trace, write_metrics):
         measured = given["residency"]
@@ -179,7 +187,7 @@ TRACE = "trace.jsonl.gz"
 @contextmanager
 def outputs(
     parts: RunParts, given: Mapping[str, Any]
-) -> Iterator[tuple[Trace | None, Callable[[Result, dict[str, Any]], None]]]:
+) -> Iterator[tuple[Trace | None, Callable[[Reported, dict[str, Any]], None]]]:
     """Open what a run writes; yield its trace, if any, and a function that writes metrics.
 
     If the body raises, no file is left of it, nor a directory that was made for it.
@@ -212,7 +220,7 @@ def outputs(
 
 
 def _write_metrics(
-    write: Callable[[str], object] | None, result: Result, document: dict[str, Any]
+    write: Callable[[str], object] | None, result: Reported, document: dict[str, Any]
 ) -> None:
     if write is not None:
         from kvcore.report import run_metrics  # noqa: PLC0415 - no other option needs it

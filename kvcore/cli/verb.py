@@ -154,6 +154,7 @@ HEADINGS = {
     ),
     "Pool": (*("blocks", "memory", "block_size", "accounting", "allocation", "sizes", "tier"),),
     "Policies": ("eviction", "scheduler", "prefix", "retention", "budget", "latency", "seed"),
+    "Cluster": ("replicas", "router", "view", "fail", "autoscale"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
         *("residency", "trace", "out", "live", "csv", "step_times", "export", "prometheus"),

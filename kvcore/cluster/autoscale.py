@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
 from kvcore.cluster.planner import Demand, Phase, Planner, seconds_ns
 from kvcore.cluster.planner import Server as Capability
+from kvcore.cluster.replica import Server
 from kvcore.request import SLO
 from kvcore.units import NS_PER_S
-
-if TYPE_CHECKING:
-    from kvcore.cluster.cluster import Server
 
 
 @attrs.frozen

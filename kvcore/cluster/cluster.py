@@ -24,7 +24,7 @@ import attrs
 
 from kvcore.cluster.autoscale import Autoscaler
 from kvcore.cluster.planner import Planner
-from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.router import Dispatcher, PrefixView, Router
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
@@ -82,39 +82,14 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
-        gone = "" if self.duration is None else f",for={self.duration / NS_PER_S:g}"
-        return f"replica={self.replica},at={self.at / NS_PER_S:g}{gone}"
+        gone = "" if self.duration is None else f",for={_seconds(self.duration)}"
+        return f"replica={self.replica},at={_seconds(self.at)}{gone}"
 
 
-class Server:
-    """A replica of the cluster: its loop, and the loops it had before it failed.
-
-    Attributes:
-        number: of the replica.
-        loop: the loop that serves now.
-        lives: all loops so far, the present one last.
-        sent: requests in flight, with their time of arrival, by id.
-        turn: which of its events in the heap holds; the others are outdated.
-        busy: whether a turn has begun.
-        up: whether it is sent requests.
-        draining: it is sent no more, and stops: since when (ns) it was paid for.
-    """
-
-    def __init__(self, number: int, start: Callable[[], ReplicaLoop]) -> None:
-        self.number = number
-        self._start = start
-        self.lives: list[ReplicaLoop] = []
-        self.sent: dict[int | str, tuple[int, Request]] = {}
-        self.turn = 0
-        self.up = False
-        self.draining: int | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a life with an empty cache."""
-        self.loop = self._start()
-        self.lives.append(self.loop)
-        self.busy = False
+def _seconds(ns: int) -> str:
+    """Return a time in seconds, exactly."""
+    whole, rest = divmod(ns, NS_PER_S)
+    return f"{whole}.{rest:09d}".rstrip("0").rstrip(".")
 
 
 Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]
@@ -155,7 +130,8 @@ class Cluster:
     ) -> None:
         self._arrivals = arrivals
         self._trace = trace
-        self._telling = view.wants_events
+        # Nobody listens where the router does not ask.
+        self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
         # Requests that wait for a replica that is up.
         self._held: deque[tuple[int, Request]] = deque()
@@ -352,7 +328,8 @@ class Cluster:
         server.up = True
         server.loop.wake(now)
         server.loop.rejoin(replica)
-        self.dispatcher.view.connect(server.number, server.loop.cache)
+        if self._telling:
+            self.dispatcher.view.connect(server.number, server.loop.cache)
         self.dispatcher.joined(replica, now)
 
     def _leave(self, server: Server, now: int) -> None:

@@ -153,3 +153,34 @@ class ReplicaLoop(ServingLoop):
         if first and job.first_token is not None:
             self._on_first_token(job.request, now)
         return done
+
+
+class Server:
+    """A replica of the cluster: its loop, and the loops it had before it failed.
+
+    Attributes:
+        number: of the replica.
+        loop: the loop that serves now.
+        lives: all loops so far, the present one last.
+        sent: requests in flight, with their time of arrival, by id.
+        turn: which of its events in the heap holds; the others are outdated.
+        busy: whether a turn has begun.
+        up: whether it is sent requests.
+        draining: it is sent no more, and stops: since when (ns) it was paid for.
+    """
+
+    def __init__(self, number: int, start: Callable[[], ReplicaLoop]) -> None:
+        self.number = number
+        self._start = start
+        self.lives: list[ReplicaLoop] = []
+        self.sent: dict[int | str, tuple[int, Request]] = {}
+        self.turn = 0
+        self.up = False
+        self.draining: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a life with an empty cache."""
+        self.loop = self._start()
+        self.lives.append(self.loop)
+        self.busy = False

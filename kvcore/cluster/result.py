@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -17,7 +17,15 @@ from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.loop import RunLog
-from kvcore.serving.result import SCHEMA, HitRatio, Outcome, Result, hit_fields
+from kvcore.serving.result import (
+    SCHEMA,
+    HitRatio,
+    Outcome,
+    Result,
+    Saturation,
+    hit_fields,
+    saturation_of,
+)
 from kvcore.serving.scheduler import DecodeSteps, Job
 from kvcore.units import NS_PER_S, PS_PER_S
 
@@ -77,9 +85,37 @@ class ClusterResult(Outcome):
     @cached_property
     def stats(self) -> CacheStats:
         """The counts of the caches of all replicas."""
-        caches = [result.cache.stats for result in chain.from_iterable(self.lives)]
-        names = attrs.fields_dict(CacheStats)
-        return CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
+        return _sum(each.cache.stats for each in chain.from_iterable(self.lives))
+
+    @cached_property
+    def reuse_ratio(self) -> HitRatio:
+        """Hit ratio with what was loaded from tiers."""
+        caches = [each.cache for each in chain.from_iterable(self.lives)]
+        stats = _sum(c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches)
+        return HitRatio(**stats.ratios())
+
+    @cached_property
+    def offered_load(self) -> float | None:
+        """The seconds of work that came in a second, at least, by replica; None: unknown.
+
+        Of one replica this is `offered_load`; of several, the mean over replicas and time.
+        """
+        spans = [
+            (each.offered_load, max(each.log.arrival) - min(each.log.arrival))
+            for each in chain.from_iterable(self.lives)
+            if each.log.arrival
+        ]
+        came = self.log.arrival
+        span = max(came, default=0) - min(came, default=0)
+        if not span:
+            return None
+        return sum((load or 0) * time for load, time in spans) / (span * len(self.lives))
+
+    @cached_property
+    def saturation(self) -> Saturation | None:
+        """Whether requests queued up for as long as they came; None if that is unknown."""
+        seats = sum(lives[-1].batching.max_seqs for lives in self.lives)
+        return saturation_of(self.log, seats, self.offered_load)
 
     @cached_property
     def hit_ratio(self) -> HitRatio:
@@ -120,6 +156,8 @@ class ClusterResult(Outcome):
         return {
             "schema": SCHEMA,
             **self.outcome_fields(),
+            "offered_load": self.offered_load,
+            "saturation": None if self.saturation is None else self.saturation.as_dict(),
             "steps": log.steps,
             "wall_s": self.wall_s,
             "evicted_blocks": sum(
@@ -129,6 +167,7 @@ class ClusterResult(Outcome):
             "hit": hit_fields(self.stats),
             "lost_tokens": self.stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
+            "reuse_ratio": attrs.asdict(self.reuse_ratio),
             "retried": self.retried,
             "replica_s": self.replica_s,
             "changes": [
@@ -145,9 +184,6 @@ class ClusterResult(Outcome):
     def _replica(self, number: int) -> dict[str, Any]:
         """Return the numbers of a replica, over all its lives."""
         lives = self.lives[number]
-        names = attrs.fields_dict(CacheStats)
-        caches = [each.cache.stats for each in lives]
-        stats = CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
         span = self.simulated_s
         return {
             "replica": number,
@@ -156,18 +192,35 @@ class ClusterResult(Outcome):
             "busy": self.busy_s[number] / span if span else None,
             "steps": sum(each.log.steps for each in lives),
             "failures": len(lives) - 1,
-            "ttft_s": _mean_of(lives, "ttft"),
-            "hit": hit_fields(stats),
+            "ttft_s": self._mean_ttft_s[number],
+            "hit": hit_fields(_sum(each.cache.stats for each in lives)),
             "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),
         }
+
+    @cached_property
+    def _mean_ttft_s(self) -> list[float | None]:
+        """The mean time to first token by replica; None without one."""
+        sums, counts = [0] * len(self.lives), [0] * len(self.lives)
+        for number, came, first in zip(
+            self.replica, self.log.arrival, self.log.first_token, strict=True
+        ):
+            if first >= 0:
+                sums[number] += first - came
+                counts[number] += 1
+        return [
+            ns / count / NS_PER_S if count else None
+            for ns, count in zip(sums, counts, strict=True)
+        ]
 
     to_frame = Result.to_frame
     write = Result.write
 
 
-def _mean_of(lives: Sequence[Result], name: str) -> float | None:
-    found = [getattr(each, name) for each in lives if getattr(each, name) is not None]
-    return found[-1].mean if found else None
+def _sum(stats: Iterable[CacheStats]) -> CacheStats:
+    """Return the sums of the counts of several caches."""
+    caches = list(stats)
+    names = attrs.fields_dict(CacheStats)
+    return CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
 
 
 def merge_logs(

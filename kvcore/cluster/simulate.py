@@ -108,6 +108,7 @@ def simulate_cluster(
         slo=slo,
         trace=trace,
     )
+    check_block_sizes(server.loop.cache for server in cluster.servers)
     if trace is not None:
         routing: dict[str, Any] = {
             "view": str(view),

@@ -1,55 +1,388 @@
-"""What a router thinks is cached where: its own index, events that come late, or all."""
+"""What a router thinks is cached where: its own index, events that come late, or the truth.
+
+Times are nanoseconds, of whatever clock: views serve simulated clusters and real proxies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Keys
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 import attrs
+from attrs.validators import ge, optional
 
 from kvcore.cache import KVCache
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.span import Span
+from kvcore.cache.tree import Watcher
 from kvcore.cluster.router import PrefixView
 from kvcore.errors import InputError
+from kvcore.plugins.options import nearest, parse
 from kvcore.request import Key, Request
+from kvcore.units import NS_PER_S, parse_seconds, parse_whole
+
+
+class Holders:
+    """Which replicas hold the blocks of which keys.
+
+    A replica that holds a key holds those before it in the prompt, for keys are chained and
+    caches evict from the tail. So the holders of a prompt's keys shrink from one key to the
+    next, and bisection finds where: a lookup costs O(holders · log keys), whatever the number
+    of replicas that hold nothing. A key costs one entry; the set of its holders is the bits
+    of an integer, shared by all keys that have one holder.
+    """
+
+    __slots__ = ("_bits", "_masks")
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._masks: dict[Key, int] = {}
+        self._bits: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of keys that some replica holds."""
+        return len(self._masks)
+
+    def add(self, replica: int, keys: Iterable[Key]) -> None:
+        """Record that `replica` holds `keys`, and all before them. O(keys)."""
+        masks = self._masks
+        bit = self._bits.setdefault(replica, 1 << replica)
+        for key in keys:
+            masks[key] = masks[key] | bit if key in masks else bit
+
+    def discard(self, replica: int, keys: Iterable[Key]) -> None:
+        """Record that `replica` no longer holds `keys`, nor any after them. O(keys)."""
+        masks = self._masks
+        bit = self._bits.setdefault(replica, 1 << replica)
+        for key in keys:
+            left = masks.get(key, 0) & ~bit
+            if left:
+                masks[key] = left
+            else:
+                masks.pop(key, None)
+
+    def drop(self, replica: int) -> None:
+        """Record that `replica` holds nothing. O(all keys)."""
+        bit = 1 << replica
+        self.discard(replica, [key for key, mask in self._masks.items() if mask & bit])
+
+    def find(self, keys: Keys[Key]) -> dict[int, int]:
+        """Return how many of a prompt's `keys`, from the first on, each holder has."""
+        get = self._masks.get
+        mask = get(keys[0], 0) if keys else 0
+        if not mask:
+            return {}
+        found: dict[int, int] = {}
+        # Parts of the prompt: first place and its holders, last place and its holders.
+        parts = [(0, mask, len(keys), 0)]
+        while parts:
+            low, held, high, left = parts.pop()
+            if high - low > 1:
+                middle = (low + high) // 2
+                mask = get(keys[middle], 0)
+                if mask != left:
+                    parts.append((middle, mask, high, left))
+                if mask != held:
+                    parts.append((low, held, middle, mask))
+                continue
+            ending = held & ~left
+            while ending:
+                bit = ending & -ending
+                found[bit.bit_length() - 1] = high
+                ending ^= bit
+        return found
 
 
 @attrs.define(eq=False)
 class SentIndex(PrefixView):
-    """Knows what was sent where: the blocks of a prompt are where its last request went."""
+    """The router's own index: a prompt is cached where it was sent, for some time.
 
-    _holders: dict[Key, set[int]] = attrs.field(factory=dict, init=False)
+    What was sent lasts for `ttl` after it was sent there last. Of too many entries those
+    that were sent longest ago go. Cost: O(new keys) to remember a prompt and to forget it, at
+    C's speed O(keys) to keep it. Memory is that of what lasts.
+
+    Attributes:
+        ttl: nanoseconds for which an entry lasts; None: for ever.
+        blocks: entries at most, one for each key and replica; None: any number.
+
+    Source: the approximate mode of NVIDIA Dynamo's router (lib/kv-router), which assumes that
+    what it has sent is cached for 120 s, and knows nothing of what servers evict.
+    """
+
+    ttl: int | None = attrs.field(default=120 * NS_PER_S, validator=optional(ge(1)))
+    blocks: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    _holders: Holders = attrs.field(factory=Holders, init=False)
+    # By replica, the serial of the last prompt with a key: it never grows along a prompt.
+    _last: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
+    # What was sent, oldest first, by replica and last key: when, its serial, its keys.
+    _sent: OrderedDict[tuple[int, Key], tuple[int, int, Keys[Key]]] = attrs.field(
+        factory=OrderedDict, init=False
+    )
+    _serial: int = attrs.field(default=0, init=False)
+    _entries: int = attrs.field(default=0, init=False)
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return self._entries
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
         """Return the tokens of the prompt that each replica is thought to have."""
-        del now
-        found: dict[int, int] = {}
-        for place, key in enumerate(request.keys, 1):
-            holders = self._holders.get(key)
-            if not holders:
-                break
-            for replica in holders:
-                found[replica] = place * request.key_tokens
-        return found
+        self._expire(now)
+        most, size = request.prompt_tokens, request.key_tokens
+        found = self._holders.find(request.keys)
+        return {replica: min(keys * size, most) for replica, keys in found.items()}
 
     def sent(self, request: Request, replica: int, now: int) -> None:
         """Remember that the prompt is cached there."""
-        del now
-        for key in request.keys:
-            self._holders.setdefault(key, set()).add(replica)
+        keys = request.keys if self.blocks is None else request.keys[: self.blocks]
+        if not keys:
+            return
+        last = self._last.setdefault(replica, {})
+        new = _bisect(keys, lambda key: key not in last)
+        self._holders.add(replica, keys[new:])
+        self._serial += 1
+        last.update(dict.fromkeys(keys, self._serial))
+        self._entries += len(keys) - new
+        self._sent[replica, keys[-1]] = now, self._serial, keys
+        self._sent.move_to_end((replica, keys[-1]))
+        while self.blocks is not None and self._entries > self.blocks:
+            self._forget()
 
     def lost(self, replica: int, now: int) -> None:
-        """Forget all that was sent there."""
+        """Forget all that was sent there. O(what was sent)."""
         del now
-        for holders in self._holders.values():
-            holders.discard(replica)
+        last = self._last.pop(replica, {})
+        self._holders.discard(replica, last)
+        self._entries -= len(last)
+        for place in [place for place in self._sent if place[0] == replica]:
+            del self._sent[place]
+
+    def _expire(self, now: int) -> None:
+        """Forget what was sent `ttl` ago, or longer."""
+        sent = self._sent
+        while self.ttl is not None and sent:
+            at, _, _ = next(iter(sent.values()))
+            if now - at < self.ttl:
+                return
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was sent longest ago, but for what was sent since as well."""
+        (replica, _), (_, serial, keys) = self._sent.popitem(last=False)
+        last = self._last[replica]
+        gone = keys[_bisect(keys, lambda key: last.get(key, 0) <= serial) :]
+        self._holders.discard(replica, gone)
+        for key in gone:
+            if last.pop(key, None) is not None:
+                self._entries -= 1
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
-        return "index"
+        given = {"ttl": self.ttl, "blocks": self.blocks}
+        default = attrs.fields(SentIndex)
+        changed = {name: n for name, n in given.items() if n != getattr(default, name).default}
+        if changed.get("ttl") is not None:
+            changed["ttl"] = _seconds(self.ttl)
+        options = ",".join(f"{name}={value}".lower() for name, value in changed.items())
+        return f"index:{options}" if options else "index"
+
+
+def _bisect(keys: Keys[Key], is_after: Callable[[Key], bool]) -> int:
+    """Return the first place of which `is_after` holds; it holds from there on."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if is_after(keys[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+class _Event(NamedTuple):
+    """Blocks `[first, end)` of a path were stored or have left; a key stands for `ratio`."""
+
+    at: int
+    serial: int
+    place: _Place
+    stored: bool
+    keys: Keys[Key]
+    first: int
+    end: int
+    ratio: int
+
+
+@attrs.define(eq=False)
+class _Size:
+    """What is held in blocks of one size.
+
+    Attributes:
+        layout: how prompts lie in them; None: a block is a key.
+        holders: of keys of which at least one block is held.
+        parts: of keys of which not all blocks are: how many, by replica and key.
+    """
+
+    layout: BlockLayout | None
+    holders: Holders = attrs.field(factory=Holders)
+    parts: dict[tuple[int, Key], int] = attrs.field(factory=dict)
+
+    def apply(self, replica: int, event: _Event) -> None:
+        """Record what was stored, or has left."""
+        ratio, keys = event.ratio, event.keys
+        start, stop = event.first // ratio, (event.end - 1) // ratio + 1
+        if ratio == 1:
+            change = self.holders.add if event.stored else self.holders.discard
+            change(replica, keys[start:stop])
+            return
+        for key in (keys[start], keys[stop - 1]):
+            self.parts.pop((replica, key), None)
+        if event.stored:
+            self.holders.add(replica, keys[start:stop])
+            if event.end % ratio:
+                self.parts[replica, keys[stop - 1]] = event.end % ratio
+            return
+        if event.first % ratio:
+            self.parts[replica, keys[start]] = event.first % ratio
+            start += 1
+        self.holders.discard(replica, keys[start:stop])
+
+    def find(self, request: Request) -> Mapping[int, int]:
+        """Return the tokens of the prompt that would hit in each replica."""
+        if self.layout is None:
+            size, most = request.key_tokens, request.prompt_tokens
+            found = self.holders.find(request.keys)
+            return {replica: min(keys * size, most) for replica, keys in found.items()}
+        keys, *_, limit = self.layout.lay_out(request)
+        size, ratio, parts = self.layout.block_size, self.layout.ratio, self.parts
+        hits = {}
+        for replica, count in self.holders.find(keys[: -(-limit // ratio)]).items():
+            blocks = count * ratio
+            if ratio > 1:
+                blocks += parts.get((replica, keys[count - 1]), ratio) - ratio
+            hits[replica] = min(blocks, limit) * size
+        return hits
+
+    def drop(self, replica: int) -> None:
+        """Record that a replica holds nothing."""
+        self.holders.drop(replica)
+        for part in [part for part in self.parts if part[0] == replica]:
+            del self.parts[part]
+
+
+@attrs.define(eq=False)
+class _Place:
+    """A replica that tells what it stores and evicts, in one of its lives.
+
+    It hears of that from the tree of its cache, and passes it on to the tiers below.
+    """
+
+    replica: int
+    size: _Size
+    tell: Callable[..., None]
+    below: Watcher | None = None
+
+    def stored(self, span: Span, blocks: int, now: int) -> None:
+        """Called when the last `blocks` blocks of `span` were stored."""
+        self.tell(self, now, True, span, blocks)
+        if self.below is not None:
+            self.below.stored(span, blocks, now)
+
+    def hit(self, span: Span, now: int) -> None:
+        """Called when another request has hit `span`: that is told to tiers alone."""
+        if self.below is not None:
+            self.below.hit(span, now)
+
+    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
+        """Called when the last `blocks` blocks of `span` are about to leave."""
+        self.tell(self, now, False, span, blocks)
+        if self.below is not None:
+            self.below.leaving(span, blocks, now, reason)
+
+
+@attrs.define(eq=False)
+class EventsView(PrefixView):
+    """What the replicas have told that they stored and evicted, some time after they did.
+
+    Blocks that a time to live has let expire are held until their replica drops them. Costs
+    what `Holders` costs, and an entry of a heap for each event that is under way.
+
+    Attributes:
+        delay: nanoseconds between an event and its arrival at the router.
+    """
+
+    delay: int = attrs.field(default=0, validator=ge(0))
+    _sizes: dict[int | None, _Size] = attrs.field(factory=dict, init=False)
+    _places: dict[int, _Place] = attrs.field(factory=dict, init=False)
+    _coming: list[_Event] = attrs.field(factory=list, init=False)
+    _serial: int = attrs.field(default=0, init=False)
+
+    wants_events = True
+
+    def connect(self, replica: int, cache: KVCache) -> None:
+        """Hear of what `cache`, which is empty, stores and evicts from now on."""
+        layout, tree = cache.geometry, cache.tree
+        place = self._place(replica, layout.block_size, layout)
+        place.below, tree.watcher = tree.watcher, place
+
+    def find(self, request: Request, now: int) -> Mapping[int, int]:
+        """Return the tokens of the prompt that each replica has, by what has been told."""
+        coming, until = self._coming, now - self.delay
+        while coming and coming[0].at <= until:
+            event = heappop(coming)
+            place = event.place
+            if self._places.get(place.replica) is place:
+                place.size.apply(place.replica, event)
+        hits: dict[int, int] = {}
+        for size in self._sizes.values():
+            hits |= size.find(request)
+        return hits
+
+    def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
+        """Called when a real replica tells that it has stored the blocks of `keys`."""
+        self._told(replica, keys, now, stored=True)
+
+    def removed(self, replica: int, keys: Keys[Key], now: int) -> None:
+        """Called when a real replica tells that the blocks of `keys` have left."""
+        self._told(replica, keys, now, stored=False)
+
+    def lost(self, replica: int, now: int) -> None:
+        """Forget what a replica held, and what it told that has not come yet."""
+        del now
+        place = self._places.pop(replica, None)
+        if place is not None:
+            place.size.drop(replica)
+
+    def _place(self, replica: int, size: int | None, layout: BlockLayout | None) -> _Place:
+        """Return a new life of a replica, with blocks of `size` tokens."""
+        blocks = self._sizes.setdefault(size, _Size(layout))
+        place = self._places[replica] = _Place(replica, blocks, self._hear)
+        return place
+
+    def _hear(self, place: _Place, now: int, stored: bool, span: Span, blocks: int) -> None:
+        end, ratio = span.end, span.geometry.ratio
+        self._expect(place, now, stored, span.path_keys, end - blocks, end, ratio)
+
+    def _told(self, replica: int, keys: Keys[Key], now: int, *, stored: bool) -> None:
+        if keys:
+            place = self._places.get(replica) or self._place(replica, None, None)
+            self._expect(place, now, stored, keys, 0, len(keys), 1)
+
+    def _expect(self, place: _Place, at: int, stored: bool, *blocks: Any) -> None:
+        """Let an event come after the delay."""
+        self._serial += 1
+        heappush(self._coming, _Event(at, self._serial, place, stored, *blocks))
+
+    def __str__(self) -> str:
+        """Return the view as `parse_view` reads it."""
+        return f"events:delay={_seconds(self.delay)}"
 
 
 @attrs.define(eq=False)
 class ExactView(PrefixView):
-    """Knows what each cache holds at the moment: what no real router can."""
+    """What each cache holds at the moment: what no real router can know. O(replicas)."""
 
     _caches: dict[int, KVCache] = attrs.field(factory=dict, init=False)
 
@@ -77,14 +410,52 @@ class ExactView(PrefixView):
         return "exact"
 
 
+def _seconds(ns: int | None) -> str:
+    """Return a time in seconds, as `parse_seconds` reads it."""
+    assert ns is not None
+    return f"{ns / NS_PER_S:.15g}"
+
+
+def _or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:
+    return lambda text: None if text == "none" else read(text)
+
+
+VIEWS: dict[str, tuple[type[PrefixView], dict[str, Callable[[str], int | None]]]] = {
+    "index": (SentIndex, {"ttl": _or_none(parse_seconds), "blocks": _or_none(parse_whole)}),
+    "events": (EventsView, {"delay": parse_seconds}),
+    "exact": (ExactView, {}),
+}
+"""The views by name, with what reads each of their options."""
+
+
 def parse_view(text: str) -> PrefixView:
-    """Build a view from text: `index` or `exact`.
+    """Build a view from text: `index:ttl=120s,blocks=1M`, `events:delay=50ms` or `exact`.
 
     Raises:
-        InputError: another name.
+        InputError: another name or option, or a value that it cannot have.
     """
-    views = {"index": SentIndex, "exact": ExactView}
-    if text not in views:
-        msg = f"{text!r} is no view; there are: {', '.join(views)}"
+    specs = parse(text)
+    if len(specs) != 1 or specs[0].name not in VIEWS:
+        name = specs[0].name if len(specs) == 1 else text
+        hint = nearest(name, VIEWS) if len(specs) == 1 else ""
+        msg = f"{name!r} is no view{hint}; there are: {', '.join(VIEWS)}"
         raise InputError(msg)
-    return views[text]()
+    name, given = specs[0].name, specs[0].options
+    view, options = VIEWS[name]
+    read: dict[str, Any] = {}
+    for option, value in given.items():
+        if option not in options:
+            known = ", ".join(options) or "none"
+            msg = (
+                f"view {name!r} has no option {option!r}{nearest(option, options)}; "
+                f"its options: {known}"
+            )
+            raise InputError(msg)
+        try:
+            read[option] = options[option](value)
+            view(**read)
+        except (InputError, ValueError) as error:
+            reason = error.args[0]
+            msg = f"option {option!r} of view {name!r}: {reason}"
+            raise InputError(msg) from error
+    return view(**read)

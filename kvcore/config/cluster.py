@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError
-from kvcore.plugins import Plugins
+from kvcore.plugins import Plugin, Plugins
 from kvcore.trace import Trace
 from kvcore.trace.cluster import ClusterTrace
 from kvcore.workloads import Workload
@@ -30,11 +30,14 @@ class ClusterParts(RunParts):
         config, plugins, workload, naming: as for `RunParts`.
 
     Attributes:
-        members: the parts of each replica, by number; alike ones are the same object.
+        groups: numbers of replicas that are alike, and the parts of each of them.
+        members: the parts of each replica, by number.
 
     Raises:
         InputError: as `RunParts`; replicas, a failure or an option that cannot be.
     """
+
+    many = True
 
     def __init__(
         self,
@@ -50,23 +53,24 @@ class ClusterParts(RunParts):
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
         given = config.replicas
-        tables: list[Mapping[str, Any]] = (
-            [{"count": given}] if isinstance(given, int) else list(given)
+        tables: Sequence[Mapping[str, Any]] = (
+            [{"count": given}] if isinstance(given, int) else given
         )
-        self.members: list[RunParts] = []
+        self.groups: list[tuple[int, RunParts]] = []
+        alone = {"replicas": 1, "fail": ()}
         for table in tables:
             own = {name: value for name, value in table.items() if name != "count"}
+            # Whichever says how large the pool is, replaces the other.
+            sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
             with self._about("replicas"):
-                if len(self.members) + table.get("count", 1) > MOST_REPLICAS:
-                    msg = f"more than {MOST_REPLICAS:,} are too many"
-                    raise InputError(msg)
-                parts: RunParts = self
-                if own:
-                    # Whichever says how large the pool is, replaces the other.
-                    sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
-                    mine = attrs.evolve(config, **{**sized, **own})
-                    parts = RunParts(mine, self.plugins, workload=self.workload)
-            self.members += [parts] * table.get("count", 1)
+                mine = attrs.evolve(config, **{**alone, **sized, **own})
+                parts = RunParts(mine, self.plugins, workload=self.workload) if own else self
+            self.groups.append((table.get("count", 1), parts))
+        with self._about("replicas"):
+            if sum(count for count, _ in self.groups) > MOST_REPLICAS:
+                msg = f"more than {MOST_REPLICAS:,} are too many"
+                raise InputError(msg)
+        self.members = [parts for count, parts in self.groups for _ in range(count)]
 
     @cached_property
     def failures(self) -> list[Failure]:
@@ -88,6 +92,26 @@ class ClusterParts(RunParts):
     def router(self) -> Router:
         """Build the router for one run."""
         return cast("Router", self.built("router"))
+
+    def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
+        """Return what was run as for one server, and which replicas there were."""
+        return super().describe(*plugins) | {
+            "replicas": [
+                {
+                    "count": count,
+                    "model": parts.model.name,
+                    "device": parts.device.name,
+                    "tensor_parallel": parts.deployment.devices,
+                    "codec": str(parts.codec),
+                    "blocks": parts.blocks,
+                    "bytes_per_block": parts.deployment.bytes_per_block,
+                }
+                for count, parts in self.groups
+            ],
+            "block_size": self.geometry.block_size,
+            "view": self.config.view,
+            "fail": [str(each) for each in self.failures],
+        }
 
     def cluster(self, trace: Trace | None = None) -> dict[str, Any]:
         """Build the arguments of `simulate_cluster`, all but its requests."""

@@ -122,6 +122,9 @@ class _ConfigFile:
             return tuple(self._placed_plugin(name, tier) for tier in value)
         if name in KINDS:
             return self._placed_plugin(name, value)
+        if name == "replicas" and isinstance(value, tuple):
+            tables = (table.items() for table in value)
+            return tuple({key: self._placed(key, each) for key, each in t} for t in tables)
         # A name of the catalogue goes before a file of that name.
         if name == "model" and isinstance(value, str) and value not in MODELS:
             path = self.path.parent / value

@@ -59,6 +59,7 @@ class RunParts:
         batching: the caps of a step.
         slo: what is expected for requests that bring no SLO; None: nothing.
         ids: whether blocks have ids without a trace as well.
+        many: whether these may be the parts of several servers.
 
     Raises:
         InputError: a part that cannot be as asked for, or does not fit another one.
@@ -66,6 +67,7 @@ class RunParts:
     """
 
     ids = False
+    many = False
 
     def __init__(
         self,
@@ -78,6 +80,10 @@ class RunParts:
         self.config = config
         self.plugins = plugins or Plugins()
         self._naming = naming or "{}: ".format
+        with self._about("fail" if config.replicas == 1 else "replicas"):
+            if config.is_cluster and not self.many:
+                msg = "this is for one server: leave it out, or call kvcore.simulate_cluster"
+                raise InputError(msg)
         self.recompute = self._recompute()
         with self._about("workload"):
             self.workload = self._source() if workload is None else workload

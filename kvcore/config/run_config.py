@@ -339,6 +339,11 @@ class RunConfig:
         return self.mode != "compare"
 
     @property
+    def is_cluster(self) -> bool:
+        """Whether several servers share the requests, or one that differs, fails or stops."""
+        return self.replicas != 1 or bool(self.fail) or self.autoscale is not None
+
+    @property
     def batching(self) -> Batching:
         """The caps of a step.
 
@@ -602,7 +607,7 @@ def _tiers(value: object) -> tuple[Any, ...]:
 
 def _replicas(value: object) -> Any:
     if isinstance(value, int | str):
-        return check_whole(_whole(value))
+        return check_whole(_whole(value), 1)
     if isinstance(value, Mapping):
         value = (value,)
     if not isinstance(value, list | tuple) or not value:
@@ -614,15 +619,16 @@ def _replica(table: object) -> Mapping[str, Any]:
     """Read the options of servers that are alike."""
     if not isinstance(table, Mapping):
         return _refuse("a table of options", table)
-    given = renamed({str(name).replace("-", "_"): value for name, value in table.items()})
+    given = {str(name).replace("-", "_"): value for name, value in table.items()}
     check_names(given, ["count", *OF_REPLICAS])
-    return {
-        name: check_whole(_whole(value)) if name == "count" else read_option(name, value)
-        for name, value in given.items()
-    }
+    own = {name: read_option(name, value) for name, value in given.items() if name != "count"}
+    count = check_whole(_whole(given.get("count", 1)), 1)
+    return {"count": count, **own}
 
 
 def _failures(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list | tuple):
@@ -633,6 +639,21 @@ def _failures(value: object) -> tuple[str, ...]:
 def tiers_text(tiers: Iterable[object]) -> str:
     """Return tiers as `RunConfig` reads them, or `none`."""
     return ",".join(map(str, tiers)) or "none"
+
+
+def replicas_text(replicas: int | Sequence[Mapping[str, Any]]) -> int | str:
+    """Return replicas as a table has them: `8`, or `2 x device=h200 + 6 x max_seqs=64`."""
+    if isinstance(replicas, int):
+        return replicas
+    groups = (
+        (table["count"], ",".join(f"{k}={_shown(v)}" for k, v in table.items() if k != "count"))
+        for table in replicas
+    )
+    return " + ".join(f"{count} x {own}" if own else str(count) for count, own in groups)
+
+
+def _shown(value: object) -> str:
+    return tiers_text(value) if isinstance(value, tuple) else as_text(value)
 
 
 def _table(table: Mapping[str, Any]) -> Spec:

@@ -72,8 +72,14 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
         PluginError: the package prometheus_client is not installed.
     """
     require_prometheus()
-    families, config, pool = _Families(), document["config"], document["pool"]
-    eviction = config["plugins"]["eviction"]
+    families, config = _Families(), document["config"]
+    if "replicas" in document:
+        _add_replicas(families, document)
+        labels = {**_of_cluster(config), "model_name": config["model"]}
+        _add_ends(families, document, labels)
+        _add_requests(families, requests, document["simulated_s"], labels)
+        return families.exposition()
+    pool, eviction = document["pool"], config["plugins"]["eviction"]
     labels = {
         "workload": config["workload"]["name"],
         "policy": plugin_text(eviction["name"], eviction["options"]),
@@ -94,6 +100,26 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
     _add_ends(families, document, labels)
     _add_requests(families, requests, document["simulated_s"], labels)
     return families.exposition()
+
+
+def _of_cluster(config: Mapping[str, Any]) -> Labels:
+    """Return the labels of what is counted over all replicas of a cluster."""
+    router = config["plugins"]["router"]
+    routed_by = plugin_text(router["name"], router["options"])
+    return {"workload": config["workload"]["name"], "router": routed_by}
+
+
+def _add_replicas(families: _Families, document: Mapping[str, Any]) -> None:
+    """Add what each replica of a cluster looked up, hit and served, and how busy it was."""
+    for each in document["replicas"]:
+        labels = _of_cluster(document["config"]) | {"replica": str(each["replica"])}
+        _add_lookups(families, each["hit"], labels)
+        says = "Requests that a replica has served."
+        families.counter("replica_requests", says, each["requests"], labels)
+        families.counter("replica_failures", "Times it failed.", each["failures"], labels)
+        if each["busy"] is not None:
+            says = "Share of the time of the run in which it ran steps."
+            families.gauge("replica_busy", says, each["busy"], labels)
 
 
 def comparison_metrics(comparison: Comparison) -> str:

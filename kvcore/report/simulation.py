@@ -212,6 +212,9 @@ class SimulationReport:
     done: str = "simulated"
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
+    nothing_holds: ClassVar[str] = (
+        "Neither a lower rate nor more GPUs were found with which it would hold."
+    )
 
     @property
     def warning(self) -> str:
@@ -235,29 +238,23 @@ class SimulationReport:
     def holding(self, options: Mapping[str, float]) -> str:
         """Return a sentence: the `options` with which the queue was found not to grow."""
         if not options:
-            return "Neither a lower rate nor more GPUs were found with which it would hold."
+            return self.nothing_holds
         flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
         return (
-            f"It would hold with {' or '.join(flags)}: simulated with each, the queue does "
-            "not grow to the end."
+            f"It would hold with {' or '.join(flags)}: simulated with "
+            f"{'each' if len(options) > 1 else 'it'}, the queue does not grow to the end."
         )
 
     @property
     def headline(self) -> str:
         """What was run, on what, and how many requests came through."""
         summary, config, load = self.summary, self.config, self.summary["offered_load"]
-        blocks, size = summary["pool"]["blocks"], summary["pool"]["block_size"]
-        memory = format_bytes(blocks * config["bytes_per_block"])
         requests = counted(summary["requests"], "request")
         run = (
             f"{config['workload']['name']}: {requests} to {config['model']} on {self._devices},"
             f"{self._rate} in {format_number(summary['simulated_s'])} {self.clock} seconds."
         )
-        pool = (
-            f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
-            f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."
-        )
-        lines = [run, pool]
+        lines = [run, self._pool]
         if load is not None:
             lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
         return "\n".join([*lines, self._ended()])
@@ -324,6 +321,16 @@ class SimulationReport:
         return setup(header)
 
     @property
+    def _pool(self) -> str:
+        config, pool = self.config, self.summary["pool"]
+        blocks, size = pool["blocks"], pool["block_size"]
+        memory = format_bytes(blocks * config["bytes_per_block"])
+        return (
+            f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
+            f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."
+        )
+
+    @property
     def _devices(self) -> str:
         return f"{self.config['tensor_parallel']} x {self.config['device']}"
 
@@ -346,8 +353,9 @@ class SimulationReport:
             )
         return ended
 
-    def _amounts(self) -> Iterator[tuple[str, str]]:
-        summary, hit, pool = self.summary, self.summary["hit"], self.summary["pool"]
+    def _served(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of what came through, what hit, and what was preempted."""
+        summary, hit = self.summary, self.summary["hit"]
         speed = summary["throughput_tokens_s"]
         if speed is not None:
             yield "throughput", f"{format_number(speed)} generated tokens/s"
@@ -361,7 +369,7 @@ class SimulationReport:
                 "",
                 f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
             )
-            if summary.get("tiers"):
+            if self._has_tiers:
                 ratio = summary["reuse_ratio"]
                 yield (
                     "and with tiers",
@@ -370,11 +378,19 @@ class SimulationReport:
         if hit["self_hit_blocks"]:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
         counts = summary["preemptions"]
-        swapped = f", {counts['swap']:,} swapped" if summary.get("tiers") else ""
+        swapped = f", {counts['swap']:,} swapped" if self._has_tiers else ""
         yield (
             "preemptions",
             f"{counts['pause']:,} paused, {counts['recompute']:,} recomputed{swapped}",
         )
+
+    @property
+    def _has_tiers(self) -> bool:
+        return bool(self.summary.get("tiers"))
+
+    def _amounts(self) -> Iterator[tuple[str, str]]:
+        yield from self._served()
+        summary, pool = self.summary, self.summary["pool"]
         if summary["forgotten_blocks"]:
             yield "forgotten", counted(summary["forgotten_blocks"], "block")
         compactions, deferred = summary["compactions"], summary["deferred_compactions"]

@@ -21,7 +21,7 @@ from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
-POLICIES = ("prefix", "retention", "scheduler", "eviction")
+POLICIES = ("prefix", "retention", "router", "scheduler", "eviction")
 """The axes whose values compete; cells that differ in nothing else are a contest."""
 
 
@@ -96,7 +96,13 @@ class SweepReport:
     @property
     def right(self) -> list[str]:
         """The headers of columns of numbers."""
-        numbers = ["blocks", "memory", "block_size", *(each.unit for each in self.measures)]
+        numbers = [
+            "blocks",
+            "memory",
+            "block_size",
+            "replicas",
+            *(each.unit for each in self.measures),
+        ]
         return [*numbers, "of the optimum"]
 
     @property

@@ -14,7 +14,7 @@ from itertools import compress, pairwise, repeat
 from math import floor, sqrt
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import orjson
@@ -452,6 +452,17 @@ class Outcome(Shown):
         return min(log.arrival, default=0), last
 
 
+class Reported(Protocol):
+    """A result of one server or of several: rows of requests, and a summary."""
+
+    @property
+    def requests(self) -> dict[str, list[Any]]:
+        """The requests by column."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of the run as JSON has them."""
+
+
 @attrs.frozen(slots=False, eq=False)
 class Result(Outcome):
     """The result of a run. See docs/reference/simulate-result.md for every number.
@@ -558,7 +569,7 @@ class Result(Outcome):
             "fragmentation": None if measured is None else attrs.asdict(measured),
         }
 
-    def to_frame(self) -> Any:
+    def to_frame(self: Reported) -> Any:
         """Return a polars DataFrame of `requests`, one row a request.
 
         Raises:
@@ -567,7 +578,7 @@ class Result(Outcome):
         ids = [str(name) for name in self.requests["id"]]
         return data_frame({**self.requests, "id": ids}, "`result.requests`")
 
-    def write(self, directory: Path | str, **more: Any) -> None:
+    def write(self: Reported, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
 
         Both appear when both are whole; what had these names before is replaced. The

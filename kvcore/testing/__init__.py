@@ -30,6 +30,7 @@ from kvcore.testing.harness import (
 from kvcore.testing.latency import LatencyModelTests
 from kvcore.testing.prefix import PrefixIndexTests
 from kvcore.testing.retention import RetentionPolicyTests, held_tokens
+from kvcore.testing.router import RouterTests, Routing
 from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore.testing.tier import TierTests
 from kvcore.testing.workload import WorkloadTests
@@ -49,6 +50,8 @@ __all__ = [
     "PrefixIndexTests",
     "RecordingPolicy",
     "RetentionPolicyTests",
+    "RouterTests",
+    "Routing",
     "SchedulerTests",
     "Step",
     "TierTests",

@@ -139,8 +139,9 @@ class Tiers:
 
     # What it hears of the pool, as the watcher of its tree.
 
-    def stored(self, span: Span, now: int) -> None:
+    def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when computed blocks can be shared."""
+        del blocks
         first = self.levels[0]
         if first.tier.write == "through":
             first.store(span, span.end, now, None)

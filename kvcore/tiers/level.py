@@ -186,8 +186,9 @@ class Level:
 
     # What it hears of its own directory, as the watcher of its tree.
 
-    def stored(self, span: Span, now: int) -> None:
+    def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when blocks were stored here: the level below may want them too."""
+        del blocks
         if self.below is not None and self.below.tier.write == "through":
             self.below.store(span, span.end, now, self)
 

@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -21,7 +21,7 @@ from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace.fields import SCHEMA, encode_runs
-from kvcore.trace.lifecycle import Lifecycles
+from kvcore.trace.lifecycle import PREEMPTIONS, Lifecycles
 from kvcore.trace.pool_check import AllocationOrder, CachedKeys
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.state import (
@@ -38,7 +38,10 @@ from kvcore.trace.state import (
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
+    from kvcore.trace.cluster_check import ClusterChecker
     from kvcore.trace.tier_check import TierChecker
+
+    Checker: TypeAlias = "TraceChecker | ClusterChecker"
 
 
 @attrs.frozen
@@ -57,6 +60,8 @@ class Report:
         tiers: of each tier, nearest first: its slots, blocks in it, on their way from it,
             and what has been stored, loaded and dropped so far; and its link.
         header: the first line: what was recorded; empty if there is none.
+        replicas: of a cluster, of which all else are sums, that of each replica: whether it
+            is `up`, `failures`, `routed` requests, and what is above; tiers only here.
     """
 
     file: str
@@ -72,11 +77,14 @@ class Report:
     hit: dict[str, Any]
     tiers: list[dict[str, Any]]
     header: dict[str, Any]
+    replicas: list[dict[str, Any]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it, with the schema number."""
         fields = attrs.asdict(self)
         del fields["cut_reason"]
+        if self.replicas is None:
+            del fields["replicas"]
         return {"schema": SCHEMA, **fields}
 
 
@@ -94,7 +102,7 @@ def check_trace(
         TraceError: a line is damaged, or contradicts what came before: file, line, reason.
     """
     reader = TraceReader(file)
-    checker: TraceChecker | None = None
+    checker: Checker | None = None
     counts: dict[str, int] = {}
     report: Report | None = None
     for event in ticked(reader, tick):
@@ -107,9 +115,7 @@ def check_trace(
     return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
 
 
-def check_event(
-    reader: TraceReader, checker: TraceChecker | None, event: events.Event
-) -> TraceChecker:
+def check_event(reader: TraceReader, checker: Checker | None, event: events.Event) -> Checker:
     """Check `event`, which `reader` has just read; return the checker, made for HEADER.
 
     Raises:
@@ -117,7 +123,7 @@ def check_event(
     """
     try:
         if checker is None:
-            return TraceChecker(event)  # type: ignore[arg-type]  # the reader has seen to it
+            return checker_of(event)  # type: ignore[arg-type]  # the reader has seen to it
         checker.apply(event)
     except ValueError as error:
         reader.fail(f"{event.event}: {error}")
@@ -127,32 +133,31 @@ def check_event(
 replay = check_trace
 
 
-def _report(
-    reader: TraceReader, checker: TraceChecker | None, counts: dict[str, int]
-) -> Report:
+def checker_of(header: events.Header) -> TraceChecker | ClusterChecker:
+    """Return what checks the lines after `header`, of one server or of several.
+
+    Raises:
+        ValueError: the sizes do not fit one another.
+    """
+    if not header.replicas:
+        return TraceChecker(header)
+    from kvcore.trace.cluster_check import ClusterChecker  # noqa: PLC0415 - most have none
+
+    return ClusterChecker(header)
+
+
+def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
-    lifecycles, hits = Lifecycles("untimed"), Hits()
-    tiers: list[dict[str, Any]] = []
-    if checker is not None:
-        state = checker.state
-        lifecycles, hits = checker.lifecycles, state.hits
-        pool |= {"free": state.free, "cached": state.cached, "private": state.private}
-        pool["spans"] = len(state.spans)
-        tiers = [] if state.tiers is None else state.tiers.as_dict()
+    nothing = {"preemptions": dict.fromkeys(PREEMPTIONS, 0), "hit": Hits().as_dict()}
+    nothing |= {"pool": pool, "finished": 0, "rejected": 0, "tiers": [], "header": {}}
     return Report(
         file=str(reader.file),
         complete=reader.complete,
         cut_reason=reader.cut_reason,
         lines=sum(counts.values()),
         events=dict(counts),
-        pool=pool,
         requests=counts.get("REQUEST", 0),
-        finished=lifecycles.finished,
-        rejected=lifecycles.rejected,
-        preemptions=dict(lifecycles.preemptions),
-        hit=hits.as_dict(),
-        tiers=tiers,
-        header={} if checker is None else checker.state.header.as_dict(),
+        **(nothing if checker is None else checker.report()),
     )
 
 
@@ -208,6 +213,10 @@ class TraceChecker:
         self._due: tuple[str, int, str | None] | None = None
         # Plain requests for what a server says have one check: that of their life cycle.
         checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
+        # Imported with the header that was read, if not before.
+        from kvcore.trace.events import OF_CLUSTERS  # noqa: PLC0415  (imports msgspec)
+
+        checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
         self._checks: dict[str, Callable[[Any], None]] = checks
         self._tiers = self._tier_checker()
 
@@ -255,6 +264,29 @@ class TraceChecker:
                 f"{total}; the pool has {state.header.blocks}"
             )
 
+    def report(self) -> dict[str, Any]:
+        """Return the state, and counts, as fields of a `Report`."""
+        state, lifecycles = self.state, self.lifecycles
+        return {
+            "pool": {
+                "free": state.free,
+                "cached": state.cached,
+                "private": state.private,
+                "spans": len(state.spans),
+            },
+            "finished": lifecycles.finished,
+            "rejected": lifecycles.rejected,
+            "preemptions": dict(lifecycles.preemptions),
+            "hit": state.hits.as_dict(),
+            "tiers": [] if state.tiers is None else state.tiers.as_dict(),
+            "header": state.header.as_dict(),
+        }
+
+    def cached_tokens(self, request: events.Request) -> int:
+        """Return how many tokens of a prompt would hit now. O(log keys)."""
+        prompt, layout = self.state.layout.prompt(request), self.state.layout
+        return min(self._cached_keys.match(prompt.keys), prompt.limit) * layout.block_size
+
     def _tier_checker(self) -> TierChecker | None:
         tiers = self.state.tiers
         if tiers is None:
@@ -268,7 +300,7 @@ class TraceChecker:
             self._cached_keys,
             self.lifecycles,
             shares=prefix is not None and _of_own("prefix", prefix.name, "shares"),
-            expires=_expires,
+            expires=expires,
         )
 
     def _request(self, event: events.Request) -> None:
@@ -437,7 +469,7 @@ class TraceChecker:
     @cached_property
     def _expires(self) -> bool:
         """Whether the eviction policy may expire spans."""
-        return _expires(str(self._eviction))
+        return expires(str(self._eviction))
 
     def _drop(self, event: events.Drop) -> None:
         self._order.settle()
@@ -637,6 +669,10 @@ class TraceChecker:
             told = [list(run) for run in runs]
             violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {told}")
 
+    def _refuse_routing(self, event: Any) -> None:
+        del event
+        violated("HEADER has no replicas")
+
     def _refuse_victims(self) -> None:
         violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
 
@@ -650,7 +686,7 @@ class TraceChecker:
         violated("forked sequences still hold blocks that are cached now, without a pin")
 
 
-def _expires(eviction: str) -> bool:
+def expires(eviction: str) -> bool:
     """Return True if an eviction policy may expire spans; also if it is none of kvcore's."""
     return _of_own("eviction", eviction, "expires_spans", otherwise=True)
 

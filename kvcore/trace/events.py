@@ -508,6 +508,12 @@ REQUIRED_NAMES: dict[type[Event], int] = {
 }
 """How many names the line of a Struct has if it leaves all optional fields out."""
 
+PLACED_NAMES: dict[type[Event], int] = {
+    struct: count + (struct not in (Header, Request, Reject, End))
+    for struct, count in REQUIRED_NAMES.items()
+}
+"""How many it has in the trace of a cluster, where most lines have a `replica`."""
+
 
 def count_names(event: Event) -> int:
     """Return how many names the line of an event has, those of SLO times included."""

@@ -18,7 +18,7 @@ from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
-from kvcore.units import INT64_LIMIT
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -84,6 +84,7 @@ class TraceReader(SealedReader["Event"]):
         super().__init__(file)
         self._decode = events.decode
         self._required_names, self._count_names = events.REQUIRED_NAMES, events.count_names
+        self._placed_names = events.PLACED_NAMES
         self._time = 0
         self._counts: dict[str, int] = {}
 
@@ -138,14 +139,23 @@ class TraceReader(SealedReader["Event"]):
         else:
             # With as many colons as names, none stands there twice.
             colons = raw.count(b":")
-            if (
-                colons != self._required_names[type(event)]
-                and colons != self._count_names(event)
-            ) or (self._odd_bytes and ODD_BYTES.search(raw)):
+            plain = colons == self._required_names[type(event)]
+            if not (plain or colons == self._count_names(event)) or (
+                self._odd_bytes and ODD_BYTES.search(raw)
+            ):
                 self._must_be_as_written(raw, orjson.loads(raw))
+            if not plain:
+                self._check_placed(event)
             self._counts[name] = self._counts.get(name, 0) + 1
         self._time = now
         return event
+
+    def _check_placed(self, event: Event) -> None:
+        """Refuse a replica in the trace of one server; of a cluster expect one from now on."""
+        if event.event == "HEADER" and event.replicas:  # type: ignore[attr-defined]
+            self._required_names = self._placed_names
+        elif isinstance(event.replica, int) and self._required_names is not self._placed_names:
+            self.fail(f"{event.event} has a field 'replica', but HEADER has no replicas")
 
     def _check_header(self, raw: bytes) -> None:
         """Refuse a file that begins as no trace, or as one of another schema."""
@@ -162,6 +172,89 @@ class TraceReader(SealedReader["Event"]):
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
             )
         self._must_be_as_written(raw, line)
+
+
+class ServerReader(TraceReader):
+    """Reads the trace of one server, or of one replica of a cluster as if it were that.
+
+    Lines keep their numbers; a request comes when it is routed to the replica. Once the life
+    of a replica is over nothing more is yielded, while the rest of the file is checked.
+
+    Args:
+        file: the trace.
+        replica: the number of the replica, or as text with that of one of its lives, from 1
+            on (`1:2`); None: the trace is of one server.
+
+    Raises:
+        InputError: while iterating as well: the trace is of a cluster and no replica is given,
+            or of one server and one is, or there is no such replica or life.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
+        super().__init__(file)
+        self._number = self._life = None
+        if replica is not None:
+            number, colon, life = str(replica).partition(":")
+            if not number.isdecimal() or (colon and not life.isdecimal()):
+                msg = (
+                    f"{replica!r} is no replica: give its number, such as 1, and if it has "
+                    "failed which of its lives, such as 1:2"
+                )
+                raise InputError(msg)
+            self._number, self._life = int(number), int(life) if colon else None
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the lines of the server."""
+        lines = super().__iter__()
+        for header in lines:
+            if header.replicas:  # type: ignore[attr-defined]  # the reader has seen to it
+                yield from self._of_replica(header, lines)  # type: ignore[arg-type]
+                continue
+            if self._number is not None:
+                msg = f"{self.file} is the trace of one server, which is no replica"
+                raise InputError(f"{msg}: leave --replica out")
+            yield header
+            yield from lines
+
+    def _of_replica(self, header: Header, lines: Iterator[Event]) -> Iterator[Event]:
+        """Yield the lines of the life of a replica that was asked for."""
+        from kvcore.trace.replicas import CHANGES, Replicas  # noqa: PLC0415  (imports msgspec)
+
+        try:
+            replicas = Replicas(header)
+        except ValueError as error:
+            self.fail(f"HEADER: {error}")
+        number, life = self._number, self._life
+        last = len(replicas.headers) - 1
+        if number is None or number > last:
+            which = "--replica 0" if not last else f"--replica 0 to --replica {last}"
+            msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
+            raise InputError(msg)
+        yield replicas.headers[number]
+        for event in lines:
+            try:
+                placed = replicas.place(event)
+            except ValueError as error:
+                self.fail(f"{event.event}: {error}")
+            mine = placed is not None and placed[0] == number
+            at = replicas.lives[number]
+            if mine and life is None and event.event == "RETURN" and at > 1:
+                msg = (
+                    f"{self.file}: replica {number} had lost all when it returned at "
+                    f"{event.t / NS_PER_S:g} s: give --replica {number}:1 for what was before "
+                    f"that, and --replica {number}:2 for what followed"
+                )
+                raise InputError(msg)
+            if life not in (None, at):
+                continue
+            if placed is not None and mine and event.event not in CHANGES:
+                yield placed[1]
+            elif event.event == "END" and replicas.up[number]:
+                yield event
+        if life is not None and not 0 < life <= replicas.lives[number]:
+            lives = replicas.lives[number]
+            msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"
+            raise InputError(msg)
 
 
 @attrs.define(slots=False, eq=False)

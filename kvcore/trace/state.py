@@ -292,6 +292,11 @@ class Hits:
             self.looked_up += 1
             self.ratios += hit / lookup
 
+    def add(self, other: Hits) -> None:
+        """Add what another cache has counted."""
+        for name in attrs.fields_dict(Hits):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def as_dict(self) -> dict[str, Any]:
         """Return the counts, with the hit ratio by block and by request (None: no lookups)."""
         some = self.looked_up > 0

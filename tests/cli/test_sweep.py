@@ -12,6 +12,7 @@ from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_f
 from kvcore.analysis.sweep import axes_of
 from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli import main as frame
+from kvcore.cli.options import MULTIPLE
 from kvcore.cli.simulate import simulate
 from kvcore.config import RunConfig
 from kvcore.config.parts import BLOCK_SIZE
@@ -103,7 +104,9 @@ def test_what_is_left_out_is_as_in_simulate():
     given = simulate.make_context("simulate", []).params
     for name in set(axes_of("simulate")) - {"workload", "block_size"}:
         # What may be given several times is None if it is not given at all.
-        assert getattr(RunConfig(), name) == (given[name] if name != "tier" else ()), name
+        assert getattr(RunConfig(), name) == (
+            given[name] or () if name in MULTIPLE else given[name]
+        )
     assert given["workload"] is given["tier"] is None
     assert given["block_size"] == BLOCK_SIZE
 

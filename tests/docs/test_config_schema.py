@@ -65,6 +65,8 @@ def test_sweeps_that_are_shown_are_valid(toml):
         "[eviction]\nhalf_life = 3",
         "blocks = [1, 2]",
         "accounting = 'keys'",
+        "replicas = 0",
+        "[[replicas]]\nblock_size = 32",
     ],
 )
 def test_what_commands_refuse_is_invalid(toml):

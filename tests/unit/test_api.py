@@ -8,7 +8,7 @@ import pytest
 
 import kvcore
 from kvcore import SLO, InputError, KVCache, ScoreEviction
-from kvcore.api import EngineOptions
+from kvcore.api import ClusterOptions, EngineOptions
 from kvcore.cli import main as frame
 from kvcore.config.run_config import option_names
 from kvcore.serving import Batching
@@ -134,4 +134,5 @@ def test_tensors_are_computed_from_names():
 def test_every_option_has_a_type_for_checkers():
     """The keywords that type checkers know are the options of a run."""
     own = {"mode", "workload", "accounting"}
-    assert set(EngineOptions.__annotations__) - {"batching"} == set(option_names()) - own
+    known = {*EngineOptions.__annotations__, *ClusterOptions.__annotations__}
+    assert known - {"batching"} == set(option_names()) - own

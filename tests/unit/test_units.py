@@ -131,6 +131,10 @@ def test_a_size_past_64_bits_is_refused():
         (" 2E2 ", 200 * 10**9),
         (".000000001", 1),
         ("9007199.254740993", 9_007_199_254_740_993),
+        ("120s", 120 * 10**9),
+        ("1.5 ms", 1_500_000),
+        ("7us", 7_000),
+        ("8NS", 8),
     ],
 )
 def test_seconds_are_nanoseconds_exactly(text, nanoseconds):
@@ -138,7 +142,9 @@ def test_seconds_are_nanoseconds_exactly(text, nanoseconds):
     assert parse_seconds(text) == nanoseconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "1s", "nan", "inf", "1e9999", "1/3", "1_0"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "-1", "1x", "1m", "nan", "inf", "1e9999", "1/3", "1_0"]
+)
 def test_garbage_is_no_time(text):
     """Whatever is not a plain number is refused."""
     with pytest.raises(InputError, match="expected a number of seconds"):

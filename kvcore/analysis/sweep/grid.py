@@ -34,7 +34,7 @@ TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
     *("max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
-    *("scheduler", "eviction"),
+    *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""
 
@@ -42,7 +42,10 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
 
 
-PART = ("limit", "window", "tier")
+CLUSTER = ("replicas", "view", "fail", "autoscale", "router")
+"""The axes of several servers that share the requests."""
+
+PART = ("limit", "window", "tier", *CLUSTER)
 """The axes that a table has only where they are given."""
 
 

@@ -10,9 +10,17 @@ import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep.executors import Processes
+from kvcore.analysis.sweep.grid import CLUSTER as OF_CLUSTER
 from kvcore.analysis.sweep.grid import PART, Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
-from kvcore.analysis.sweep.runner import RESULTS, CellRun, Outcome, Task, WorkloadCache
+from kvcore.analysis.sweep.runner import (
+    CLUSTER,
+    RESULTS,
+    CellRun,
+    Outcome,
+    Task,
+    WorkloadCache,
+)
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
 
@@ -136,8 +144,9 @@ def sweep(
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
             tick(1)
+    shown = columns if plan.grid.axes.keys() & set(OF_CLUSTER) else columns.keys() - CLUSTER
     rows = [
-        row | columns | known.get(task.digest, {})
+        row | {name: known.get(task.digest, columns)[name] for name in columns if name in shown}
         for task, row in zip(plan.tasks, plan.rows, strict=True)
     ]
     if plan.grid.mode == "compare":

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from traceback import extract_tb
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 import orjson
@@ -21,7 +21,7 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.run_config import slo_text, tiers_text
+from kvcore.config.run_config import replicas_text, slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec
@@ -31,6 +31,9 @@ from kvcore.trace.fields import plain, slo_field
 from kvcore.units import window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
+
+if TYPE_CHECKING:
+    from kvcore.config.cluster import ClusterParts
 
 DIGEST_BYTES = 16
 
@@ -71,12 +74,20 @@ TIMED = {
 }
 """Columns of a simulated cell, and where each is in the summary of its run."""
 
+CLUSTER = {
+    "imbalance_requests": "imbalance.requests.most",
+    "imbalance_busy": "imbalance.busy.most",
+    "retried": "retried",
+    "replica_s": "replica_s",
+}
+"""More columns of a cell with several servers; none of one with a single one."""
+
 UNTIMED = (
     *("requests", *HITS, "evicted_blocks", "reused_blocks"),
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
-RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": tuple(TIMED), "compare": UNTIMED}
+RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": (*TIMED, *CLUSTER), "compare": UNTIMED}
 """The columns that a cell's run fills, by mode."""
 
 
@@ -148,10 +159,14 @@ class WorkloadCache:
         Raises:
             InputError, PluginError: a part that cannot be as asked for; names the option.
         """
+        make: type[RunParts] = RunParts
+        if cell.is_cluster:
+            from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - of several servers
+
+            make = ClusterParts
         key = _workload_key(cell)
-        parts = RunParts(
-            cell, self.plugins, workload=self._workloads.get(key), naming="{}: ".format
-        )
+        workload = self._workloads.get(key)
+        parts = make(cell, self.plugins, workload=workload, naming="{}: ".format)
         self._workloads[key] = parts.workload
         return parts
 
@@ -212,6 +227,8 @@ class CellRun:
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
         row["tier"] = tiers_text(cast("Any", cell.tier))
+        row |= {name: replicas_text(row[name]) for name in ("replicas",) if name in row}
+        row |= {name: "; ".join(row[name]) for name in ("fail",) if name in row}
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
@@ -241,7 +258,18 @@ class CellRun:
         """Return the columns of the result."""
         if self.scheduler is None or self.latency is None:
             return self._replayed()
-        summary = simulate(
+        summary = self._summary()
+        return {column: _at(summary, path) for column, path in (TIMED | CLUSTER).items()}
+
+    def _summary(self) -> dict[str, Any]:
+        """Simulate the cell; return the numbers of the run."""
+        parts = self.parts
+        if parts.config.is_cluster:
+            from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server needs none
+
+            made = cast("ClusterParts", parts).cluster()
+            return simulate_cluster(parts.workload, **made, residency=False).summary()
+        return simulate(
             self.parts.workload,
             cache=cast("KVCache", self.cache),
             scheduler=self.scheduler,
@@ -251,7 +279,6 @@ class CellRun:
             rate_scale=self.parts.config.rate_scale,
             residency=False,
         ).summary()
-        return {column: _at(summary, path) for column, path in TIMED.items()}
 
     def _replayed(self) -> dict[str, Any]:
         parts = self.parts
@@ -304,7 +331,21 @@ class CellRun:
                 "rate_scale": cell.rate_scale,
                 "slo": slo_field(cast("SLO", cell.slo)),
             }
+        if cell.is_cluster:
+            described["cluster"] = self._cluster(cast("ClusterParts", parts))
         return described
+
+    def _cluster(self, parts: ClusterParts) -> dict[str, Any]:
+        """Return all that the result depends on of several servers."""
+        alone: dict[str, Any] = {"replicas": 1, "fail": (), "autoscale": None}
+        configs = [(n, attrs.evolve(each.config, **alone)) for n, each in parts.groups]
+        return {
+            "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
+            "router": self._described(parts.router()),
+            "view": parts.config.view,
+            "fail": [str(each) for each in parts.failures],
+            "autoscale": parts.config.autoscale,
+        }
 
     def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
         """Return the name of a plugin, its options, and the digest of the file of its code."""
@@ -356,9 +397,9 @@ def _optimum(parts: RunParts) -> Belady:
 
 
 def _at(document: Any, path: str) -> Any:
-    """Return the value at a dotted path; None below a value that is None."""
+    """Return the value at a dotted path; None where there is none."""
     for name in path.split("."):
-        document = None if document is None else document[name]
+        document = None if document is None else document.get(name)
     return document
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import ClassVar
 
 import attrs
 
 from kvcore import Replica, Request, Router
 
+_load = attrgetter("requests", "routed", "number")
+
 
 @attrs.define(slots=False, eq=False)
 class LeastRequests(Router):
-    """Send a request to the replica with the fewest in flight. O(replicas)."""
+    """Send a request to the replica with the fewest in flight. O(replicas), in C."""
 
     name: ClassVar[str] = "least-requests"
     uses_hits: ClassVar[bool] = False
 
-    def cost(self, request: Request, replica: Replica) -> float:
-        """Return the number of requests in flight."""
-        del request
-        return replica.requests
+    def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
+        """Return the replica with the fewest requests in flight, then the fewest ever sent."""
+        del request, now
+        return min(replicas, key=_load)

@@ -1,0 +1,141 @@
+"""A simulated cluster for people: what it was, what came of it, and who served how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore.report.simulation import SimulationReport, TableRow
+from kvcore.report.tables import NONE, counted, share
+from kvcore.units import format_bytes, format_number, format_seconds
+
+MOST_ROWS = 16
+"""More replicas than these are told in groups."""
+
+GROUPS = 8
+"""So many groups of replicas are told."""
+
+
+@attrs.frozen
+class ClusterReport(SimulationReport):
+    """The summary of a cluster for people, the most important first."""
+
+    headers: ClassVar[tuple[str, ...]] = (
+        *("replica", "blocks", "requests", "busy", "mean TTFT", "token hits", "evicted"),
+        "failures",
+    )
+    nothing_holds: ClassVar[str] = "No number of replicas was found with which it would hold."
+
+    @property
+    def replicas(self) -> list[TableRow]:
+        """The rows of the table of replicas; of many, the means of groups of them."""
+        replicas = self.summary["replicas"]
+        if len(replicas) <= MOST_ROWS:
+            return [_row(str(each["replica"]), [each]) for each in replicas]
+        ranked = iter(sorted(replicas, key=lambda each: -(each["busy"] or 0)))
+        sizes = [len(replicas) // GROUPS + (n < len(replicas) % GROUPS) for n in range(GROUPS)]
+        names = [f"{sizes[0]} busiest", *(f"next {size}" for size in sizes[1:-1])]
+        names.append(f"{sizes[-1]} least busy")
+        parts = [list(islice(ranked, size)) for size in sizes]
+        return [_row(name, part) for name, part in zip(names, parts, strict=True)]
+
+    @property
+    def reading(self) -> str:
+        """What groups are, and what became of the requests of replicas that failed."""
+        summary, lines = self.summary, []
+        if len(summary["replicas"]) > MOST_ROWS:
+            lines.append("Replicas by the time they were busy; figures are means of a group.")
+        failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
+        if failed:
+            times = counted(sum(each["failures"] for each in summary["replicas"]), "time")
+            which = ", ".join(map(str, failed[:GROUPS])) + (", ..." * (len(failed) > GROUPS))
+            again = counted(summary["retried"], "request")
+            lines.append(
+                f"Failed, {times} in all: replica {which}. Its K/V was lost, and {again} in "
+                "flight there began again."
+            )
+        return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """All that was run, with every option."""
+        pool = {"block_size": self.config["block_size"], "blocks": self._blocks}
+        report = attrs.evolve(self, summary={**self.summary, "count": "tokens", "pool": pool})
+        text = super(ClusterReport, report).setup.removesuffix(".")
+        fails = self.config["fail"]
+        failed = f"; {counted(len(fails), 'failure')}" if fails else ""
+        return f"{text}; view {self.config['view']}{failed}."
+
+    @property
+    def _blocks(self) -> int:
+        return sum(each["count"] * each["blocks"] for each in self.config["replicas"])
+
+    @property
+    def _devices(self) -> str:
+        groups = self.config["replicas"]
+        kinds: dict[str, int] = {}
+        for each in groups:
+            kind = f"{each['tensor_parallel']} x {each['device']}"
+            kinds[kind] = kinds.get(kind, 0) + each["count"]
+        count = sum(kinds.values())
+        of = " and ".join(
+            f"{each} of {kind}" if len(kinds) > 1 else kind for kind, each in kinds.items()
+        )
+        return f"{counted(count, 'replica')}{', ' if len(kinds) > 1 else ' of '}{of}"
+
+    @property
+    def _rate(self) -> str:
+        return f" routed by {self.config['plugins']['router']['name']},{super()._rate}"
+
+    @property
+    def _pool(self) -> str:
+        groups, size = self.config["replicas"], self.config["block_size"]
+        memory = sum(
+            each["count"] * each["blocks"] * each["bytes_per_block"] for each in groups
+        )
+        pools = " and ".join(f"{each['count']:,} x {each['blocks']:,}" for each in groups)
+        codecs = " and ".join(dict.fromkeys(each["codec"] for each in groups))
+        return (
+            f"Pools: {pools} blocks of {counted(size, 'token')}, {self._blocks * size:,} "
+            f"tokens in all, {format_bytes(memory)} in {codecs}."
+        )
+
+    @property
+    def _has_tiers(self) -> bool:
+        return bool(self.config["tiers"])
+
+    def _amounts(self) -> Iterator[tuple[str, str]]:
+        summary = self.summary
+        yield from self._served()
+        yield "evicted", counted(summary["evicted_blocks"], "block")
+        for name, label in (("requests", "requests a replica"), ("busy", "busy time of one")):
+            uneven = summary["imbalance"][name]
+            if uneven is not None:
+                most, deviation = format_number(uneven["most"]), share(uneven["variation"])
+                yield label, f"at most {most} times the mean, deviation {deviation} of it"
+
+
+def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
+    """Return the row of replicas: their sums of failures, and else their means."""
+
+    def mean(key: str) -> float | None:
+        found = [each[key] for each in replicas if each[key] is not None]
+        return sum(found) / len(found) if found else None
+
+    busy, ttft = mean("busy"), mean("ttft_s")
+    looked, hit = (
+        sum(each["hit"][key] for each in replicas) for key in ("lookup_tokens", "hit_tokens")
+    )
+    return [
+        name,
+        f"{mean('blocks'):,.0f}",
+        f"{mean('requests'):,.0f}",
+        share(busy),
+        NONE if ttft is None else format_seconds(ttft),
+        share(hit / looked if looked else None),
+        f"{mean('evicted_blocks'):,.0f}",
+        f"{sum(each['failures'] for each in replicas)}",
+    ]

@@ -1,0 +1,227 @@
+"""The conformance tests of routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from random import Random
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvcore.cluster import Dispatcher, Replica, Router, parse_view
+from kvcore.plugins.base import qualified
+from kvcore.request import Request
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+
+_REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
+_seeds = pytest.mark.parametrize("seed", range(4))
+
+
+@attrs.frozen
+class Routing:
+    """A decision of a router.
+
+    Attributes:
+        request: the id of the request.
+        replica: where it was sent; None: it was refused.
+        up: the replicas that were up.
+    """
+
+    request: int
+    replica: int | None
+    up: tuple[int, ...]
+
+
+class RouterTests:
+    """What holds of every router. Derive a `Test...` class and say how to make yours.
+
+    `router` (or `make`, if that needs fixtures of the instance) returns a new router, made
+    with the same options each time:
+
+        class TestMine(RouterTests):
+            router = Mine
+
+    The tests route random requests, some of one session, some with a prefix of others', to six
+    replicas that take their time, fail and return. The router sees its own index of what it
+    sent where.
+    """
+
+    router: ClassVar[Callable[[], Router]]
+
+    def make(self) -> Router:
+        """Return a new router."""
+        return type(self).router()
+
+    def test_is_a_named_router(self) -> None:
+        """Its class derives from Router and has a name and a docstring of its own."""
+        router = self.make()
+        check_is_named(router, Router)
+        own = {name for cls in type(router).__mro__ if cls is not Router for name in vars(cls)}
+        assert own & {"cost", "route"}, (
+            f"{qualified(type(router))} has no cost() and no route()"
+        )
+
+    def test_is_built_from_text(self) -> None:
+        """Its own options, written as text, make a router with equal options."""
+        check_is_built_from_text(self.make())
+
+    @_seeds
+    def test_requests_go_to_replicas_that_are_up(self, seed: int) -> None:
+        """Whichever fail and return, a request goes to one that is up, or is refused."""
+        for each in drive(self.make(), _stream(seed), faults=seed):
+            assert each.replica is None or each.replica in each.up
+
+    @_seeds
+    def test_equal_streams_are_routed_alike(self, seed: int) -> None:
+        """Two routers with equal options make the same decisions."""
+        first, second = (list(drive(self.make(), _stream(seed), faults=seed)) for _ in "ab")
+        assert first == second
+
+    @_seeds
+    def test_the_future_is_not_known(self, seed: int) -> None:
+        """What a request generates, and when it ends, is not known when it is routed."""
+        requests = _stream(seed)
+        longer = [attrs.evolve(each, output_tokens=each.output_tokens * 7) for each in requests]
+        first, second = (list(drive(self.make(), each)) for each in (requests, longer))
+        assert first == second
+        half = list(drive(self.make(), requests[: _REQUESTS // 2]))
+        assert first[: len(half)] == half
+
+    @_seeds
+    def test_one_replica_gets_all(self, seed: int) -> None:
+        """Where one replica is up, every request that is not refused goes there."""
+        for each in drive(self.make(), _stream(seed), replicas=1):
+            assert each.replica in (0, None)
+
+    @_seeds
+    def test_an_idle_cluster_refuses_nothing(self, seed: int) -> None:
+        """A request without an SLO that comes when nothing is in flight is served."""
+        apart = [
+            attrs.evolve(each, arrival=place * 10**12)
+            for place, each in enumerate(_stream(seed)[:20])
+        ]
+        assert all(each.replica is not None for each in drive(self.make(), apart))
+
+    def test_replicas_are_left_as_they_are(self) -> None:
+        """A router reads what it is told of replicas, and changes only `data`."""
+        router, seen = self.make(), _replicas(3)
+        dispatcher = Dispatcher(router, seen, parse_view("index"))
+        for replica in seen:
+            dispatcher.joined(replica, 0)
+        before = [_counts(each) for each in seen]
+        router.route(_stream(0)[0], dispatcher.up, 0)
+        assert [_counts(each) for each in seen] == before
+
+
+def drive(
+    router: Router,
+    requests: list[Request],
+    *,
+    replicas: int = _REPLICAS,
+    faults: int | None = None,
+) -> Iterator[Routing]:
+    """Route `requests`, and yield each decision.
+
+    A request has its first token, and ends, after times that its id alone says. With `faults`,
+    a seed, replicas fail and return; requests that a failure takes are not sent again.
+    """
+    seen = _replicas(replicas)
+    dispatcher = Dispatcher(router, seen, parse_view("index"))
+    for replica in seen:
+        dispatcher.joined(replica, 0)
+    # Time, what happens (0: first token, 1: end), request, its replica.
+    events: list[tuple[int, int, int, Request, Replica]] = []
+    flying: dict[int | str, Replica] = {}
+    dice = Random(faults)  # noqa: S311
+    for serial, request in enumerate(requests):
+        now = request.arrival
+        while events and events[0][0] <= now:
+            at, ends, _, other, replica = heappop(events)
+            if flying.get(other.id) is not replica:
+                continue
+            if ends:
+                del flying[other.id]
+                dispatcher.ended(other, replica, at)
+            else:
+                dispatcher.first_token(other, replica, at)
+        if faults is not None:
+            _break(dispatcher, dice, flying, requests, now)
+        up = tuple(replica.number for replica in dispatcher.up)
+        chosen = dispatcher.route(request, now)
+        assert min(min(_counts(replica)) for replica in seen) >= 0
+        yield Routing(serial, None if chosen is None else chosen.number, up)
+        if chosen is not None:
+            flying[request.id] = chosen
+            lasts = Random(serial).randint(10**6, 10**10)  # noqa: S311
+            heappush(events, (now + lasts // 9, 0, 2 * serial, request, chosen))
+            heappush(events, (now + lasts, 1, 2 * serial + 1, request, chosen))
+
+
+def _break(
+    dispatcher: Dispatcher,
+    dice: Random,
+    flying: dict[int | str, Replica],
+    requests: list[Request],
+    now: int,
+) -> None:
+    """Let a replica fail now and then, or return."""
+    what = dice.random()
+    up = dispatcher.up
+    if what < 1 / 15 and len(up) > 1:
+        gone = dice.choice(up)
+        dispatcher.left(gone, now)
+        by_id = {request.id: request for request in requests}
+        for name in [name for name, replica in flying.items() if replica is gone]:
+            del flying[name]
+            dispatcher.ended(by_id[name], gone, now)
+    elif what > 9 / 10:
+        down = [replica for replica in dispatcher.replicas if not replica.up]
+        if down:
+            dispatcher.joined(dice.choice(down), now)
+
+
+def _counts(replica: Replica) -> tuple[int, ...]:
+    """Return what a replica counts."""
+    return (
+        replica.requests,
+        replica.waiting,
+        replica.waiting_tokens,
+        replica.prompt_tokens,
+        replica.prompt_blocks,
+        replica.routed,
+    )
+
+
+def _replicas(count: int) -> list[Replica]:
+    """Return replicas that prefill 10,000 tokens a second, and use no blocks."""
+    made = [Replica(number, 1000, _KEY_TOKENS, 32) for number in range(count)]
+    for replica in made:
+        replica.connect(float, lambda tokens, context: (tokens + context / 100) / 10_000)
+    return made
+
+
+def _stream(seed: int) -> list[Request]:
+    """Return random requests: shared prefixes, sessions, tenants, bursts."""
+    dice = Random(seed)  # noqa: S311
+    now, made = 0, []
+    for number in range(_REQUESTS):
+        now += dice.choice([0, 0, 10**6, 10**8, 3 * 10**9])
+        prefix = dice.randrange(6)
+        shared = [prefix * 1000 + place for place in range(dice.randrange(20))]
+        own = [10**6 + number * 1000 + place for place in range(dice.randrange(1, 20))]
+        keys = [*shared, *own]
+        made.append(
+            Request(
+                id=number,
+                arrival=now,
+                prompt_tokens=len(keys) * _KEY_TOKENS,
+                output_tokens=dice.randint(1, 200),
+                key_tokens=_KEY_TOKENS,
+                keys=keys,
+                session=dice.choice([None, "a", "b", "c"]),
+                tenant=dice.choice([None, "x", "y"]),
+            )
+        )
+    return made

@@ -1,0 +1,271 @@
+"""The check of a cluster's trace: that of each replica's lives, and of the routing between."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.trace.check import TraceChecker, expires
+from kvcore.trace.lifecycle import PREEMPTIONS
+from kvcore.trace.replicas import CHANGES, Replicas
+from kvcore.trace.state import Hits, violated
+from kvcore.units import parse_seconds
+
+if TYPE_CHECKING:
+    from kvcore.trace import events
+    from kvcore.trace.events import Event, Header
+
+
+@attrs.define(eq=False)
+class CheckedReplica:
+    """A replica of a traced cluster: its present life, and counts of the earlier ones.
+
+    Attributes:
+        header: what HEADER says of it.
+        leaving: whether it is sent no more requests, and fails when it has ended all.
+        failures: how often it failed, or stopped.
+        routed, finished, rejected, preemptions, hits: counts of the lives before this one;
+            `routed` of this one too.
+        sent: keys of what was routed to it in this life, and generated there.
+    """
+
+    header: Header
+    leaving: bool = False
+    failures: int = 0
+    routed: int = 0
+    finished: int = 0
+    rejected: int = 0
+    preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
+    hits: Hits = attrs.field(factory=Hits)
+    sent: set[Any] = attrs.field(factory=set)
+    _life: TraceChecker | None = None
+
+    @property
+    def life(self) -> TraceChecker:
+        """The checker of the present life; made when it is needed."""
+        if self._life is None:
+            self._life = TraceChecker(self.header)
+        return self._life
+
+    def fail(self) -> None:
+        """End the life."""
+        report = self.report()
+        self.finished, self.rejected = report["finished"], report["rejected"]
+        self.preemptions = report["preemptions"]
+        self.hits.add(self.life.state.hits)
+        self._life, self.leaving = None, False
+        self.failures += 1
+        self.sent.clear()
+
+    def end(self, event: events.End) -> None:
+        """Check that nothing is left open."""
+        if self._life is not None:
+            self._life.apply(event)
+
+    def report(self) -> dict[str, Any]:
+        """Return its state, and counts over all lives, as a report has those of a server."""
+        own = self.life.report()
+        hits = attrs.evolve(self.hits)
+        hits.add(self.life.state.hits)
+        preempted = self.preemptions
+        return own | {
+            "finished": self.finished + own["finished"],
+            "rejected": self.rejected + own["rejected"],
+            "preemptions": {how: n + preempted[how] for how, n in own["preemptions"].items()},
+            "hit": hits.as_dict(),
+        }
+
+
+class ClusterChecker:
+    """Checks each event of a cluster's trace: as `TraceChecker` does for its replica, and
+    that every request is routed to one that is up, once at a time, until it has ended.
+
+    Attributes:
+        replicas: by number.
+    """
+
+    def __init__(self, header: Header) -> None:
+        """Start with the empty caches that HEADER gives.
+
+        Raises:
+            ValueError: the sizes do not fit one another, or it says what cannot be.
+        """
+        self._header = header
+        self._placed = Replicas(header)
+        self.replicas = [CheckedReplica(own) for own in self._placed.headers]
+        self._up = self._placed.up[:]
+        self._rejected = 0
+        self._known: set[int | str] = set()
+        # Where requests are; and of those that are nowhere, since when.
+        self._at: dict[int | str, int] = {}
+        self._since: dict[int | str, int] = {}
+        self._returned: int | None = None
+        routing = header.routing or {}
+        self._scales = "autoscale" in routing
+        self._failures = None
+        if "fail" in routing and not self._scales:
+            self._failures = _schedule(routing["fail"])
+        eviction = header.plugins.get("eviction")
+        self._exact = routing.get("view") == "exact" and not (
+            eviction is None or expires(eviction.name)
+        )
+
+    def apply(self, event: Event) -> None:
+        """Check the next event after HEADER, and apply it. Costs little more than on a server.
+
+        Raises:
+            ViolationError: the event contradicts what came before.
+        """
+        name = event.event
+        if name == "REJECT" and not isinstance(event.replica, int):
+            self._refuse(event)  # type: ignore[arg-type]
+        placed = self._placed.place(event)
+        if placed is None:
+            if name == "REQUEST":
+                self._request(event)  # type: ignore[arg-type]
+            elif name == "END":
+                self._end(event)  # type: ignore[arg-type]
+            return
+        number, line = placed
+        replica = self.replicas[number]
+        if name in CHANGES:
+            self._change(event, number)
+            return
+        if not self._up[number]:
+            violated(f"replica {number} is not up")
+        if name == "ROUTE":
+            self._route(event, line, replica)  # type: ignore[arg-type]
+        replica.life.apply(line)
+        if name in ("FINISH", "REJECT"):
+            del self._at[event.request]  # type: ignore[attr-defined]
+        elif name == "KEYS":
+            replica.sent.update(event.keys)  # type: ignore[attr-defined]
+
+    def report(self) -> dict[str, Any]:
+        """Return the sums over all replicas, and what each has."""
+        parts = [replica.report() for replica in self.replicas]
+        hits = Hits()
+        for replica in self.replicas:
+            hits.add(replica.hits)
+            hits.add(replica.life.state.hits)
+        return {
+            "pool": _sums(part["pool"] for part in parts),
+            "finished": sum(part["finished"] for part in parts),
+            "rejected": self._rejected + sum(part["rejected"] for part in parts),
+            "preemptions": _sums(part["preemptions"] for part in parts),
+            "hit": hits.as_dict(),
+            "tiers": [],
+            "header": self._header.as_dict(),
+            "replicas": [
+                {"replica": number, "up": self._up[number], "failures": each.failures}
+                | {"routed": each.routed}
+                | {name: value for name, value in part.items() if name != "header"}
+                for number, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
+            ],
+        }
+
+    def _request(self, event: events.Request) -> None:
+        if event.id in self._known:
+            violated(f"request {event.id!r} has a REQUEST line already")
+        self._known.add(event.id)
+        self._since[event.id] = event.t
+
+    def _refuse(self, event: events.Reject) -> None:
+        """Check that the router may turn a request away."""
+        if self._since.pop(event.request, None) is None:
+            violated(f"request {event.request!r} does not wait to be routed")
+        self._rejected += 1
+
+    def _route(
+        self, event: events.Route, request: events.Request, replica: CheckedReplica
+    ) -> None:
+        if event.request in self._at:
+            violated(f"request {event.request!r} is at replica {self._at[event.request]}")
+        if replica.leaving:
+            violated(f"replica {event.replica} leaves: it is sent no more requests")
+        since = self._since.pop(event.request)
+        if self._header.mode != "wall" and event.t not in (since, self._returned):
+            violated(f"request {event.request!r} waits since {since} ns, with replicas up")
+        self._at[event.request] = event.replica  # type: ignore[assignment]
+        self._must_be_thought(event.tokens or 0, request, replica)
+        replica.routed += 1
+        replica.sent.update(request.keys, request.output_keys or ())
+
+    def _must_be_thought(
+        self, tokens: int, request: events.Request, replica: CheckedReplica
+    ) -> None:
+        """Check that a router may think that `replica` has `tokens` tokens of a prompt."""
+        keys, sent = request.keys, replica.sent
+        most = bisect_left(keys, 1, key=lambda key: key not in sent) * request.key_tokens
+        if tokens > most:
+            violated(f"{tokens} tokens are thought to be there; {most} were ever sent")
+        if tokens and self._exact:
+            cached = replica.life.cached_tokens(request)
+            if tokens != cached:
+                violated(f"{tokens} tokens are thought to be there; {cached} are")
+
+    def _change(self, event: Event, number: int) -> None:
+        """Apply FAIL, RETURN or LEAVE."""
+        name, replica = event.event, self.replicas[number]
+        if self._up[number] is (name == "RETURN"):
+            violated(f"replica {number} is {'up' if self._up[number] else 'not up'}")
+        if name == "LEAVE":
+            if replica.leaving or not self._scales:
+                violated(f"replica {number} does not leave")
+            replica.leaving = True
+            return
+        if self._failures is not None:
+            due = self._failures.pop() if self._failures else None
+            if due != (event.t, name == "RETURN", number):
+                violated("HEADER has no such failure next")
+        self._up[number] = name == "RETURN"
+        if name == "RETURN":
+            self._returned = event.t
+            return
+        lost = [id_ for id_, at in self._at.items() if at == number]
+        if self._scales and (lost or not replica.leaving):
+            violated(f"replica {number} stops before it has ended all")
+        replica.fail()
+        for id_ in lost:
+            del self._at[id_]
+            self._since[id_] = event.t
+
+    def _end(self, event: events.End) -> None:
+        for replica in self.replicas:
+            replica.end(event)
+        left = [*self._since, *self._at]
+        if left:
+            violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
+        if self._failures:
+            violated(f"failures of HEADER that are not there: {len(self._failures)}")
+
+
+def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
+    """Return when replicas fail and return, the last first: time, whether it returns, replica.
+
+    Raises:
+        ViolationError: HEADER has what is no failure.
+    """
+    found: list[tuple[int, bool, int]] = []
+    try:
+        for text in failures:
+            given = dict(piece.split("=") for piece in text.split(","))
+            at, number = parse_seconds(given["at"]), int(given["replica"])
+            found.append((at, False, number))
+            if "for" in given:
+                found.append((at + parse_seconds(given["for"]), True, number))
+    except (AttributeError, InputError, LookupError, TypeError, ValueError):
+        violated(f"HEADER has failures that cannot be: {failures!r:.80}")
+    return sorted(found, reverse=True)
+
+
+def _sums(tables: Any) -> dict[str, int]:
+    """Return the sums of tables that have the same names."""
+    total: dict[str, int] = {}
+    for table in tables:
+        for name, value in table.items():
+            total[name] = total.get(name, 0) + value
+    return total

@@ -1,0 +1,144 @@
+"""The trace of a cluster, read as those of its replicas.
+
+    cluster   REQUEST 7   ROUTE 7 -> 1   lines of 0 and 1   FAIL 1   ROUTE 7 -> 0   ...
+    replica 1             REQUEST 7      lines of 1
+    replica 0                            lines of 0                  REQUEST 7      ...
+
+A replica that fails loses all that it had, and its ids begin again: each of its *lives* reads
+as the trace of one server (`kvcore.trace.reader.ServerReader`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from kvcore.errors import InputError
+from kvcore.trace import events
+from kvcore.trace.state import violated
+
+if TYPE_CHECKING:
+    from kvcore.trace.events import Event, Header
+
+MOST_REPLICAS = 10_000
+"""Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
+
+
+def replica_headers(header: Header) -> list[Header]:
+    """Return what HEADER would say of each replica, if it were the only server.
+
+    Raises:
+        ViolationError: it is of one server, or of too many.
+    """
+    records = header.replicas or violated("HEADER has no replicas")
+    if sum(record.count for record in records) > MOST_REPLICAS:
+        violated(f"HEADER has more than {MOST_REPLICAS:,} replicas, which is the most")
+    plugins = {kind: each for kind, each in header.plugins.items() if kind != "router"}
+    base = replace(header, replicas=UNSET, routing=UNSET, plugins=plugins)
+    headers: list[Header] = []
+    for record in records:
+        fields = {name: getattr(record, name) for name in record.__struct_fields__[1:]}
+        own = replace(base, **{k: v for k, v in fields.items() if v is not UNSET})
+        headers += [own] * record.count
+    return headers
+
+
+class Replicas:
+    """Tells of each line of a cluster's trace whose it is. Memory: requests in flight.
+
+    Attributes:
+        headers: of each replica.
+        lives: which life each replica has, from 1 on; 0: it was never up.
+        up: whether each replica is.
+        requests: the REQUEST lines of those that have not ended, by id.
+    """
+
+    def __init__(self, header: Header) -> None:
+        """Start with the replicas of HEADER.
+
+        Raises:
+            ViolationError: it has none, or too many.
+        """
+        self.headers = replica_headers(header)
+        routing, count = header.routing or {}, len(self.headers)
+        up = routing.get("up", count)
+        if type(up) is not int or not 0 <= up <= count:
+            violated(f"routing says that {up!r:.40} of {count} replicas are up")
+        self.up = [number < up for number in range(count)]
+        self.lives = [int(each) for each in self.up]
+        self.requests: dict[int | str, events.Request] = {}
+
+    def place(self, event: Event) -> tuple[int, Event] | None:
+        """Return the replica of the next line after HEADER, and the line as that has it.
+
+        ROUTE is a REQUEST that comes then. None: the line is of no replica, as REQUEST, END,
+        and the REJECT of a router are.
+
+        Raises:
+            ViolationError: the replica or the request is not there.
+        """
+        name, replica = event.event, event.replica
+        if name in ("FINISH", "REJECT"):
+            self.requests.pop(event.request, None)  # type: ignore[attr-defined]
+        if name in UNPLACED and replica is UNSET:
+            if name == "REQUEST":
+                self.requests[event.id] = event  # type: ignore[attr-defined, assignment]
+            return None
+        if not isinstance(replica, int) or replica >= len(self.headers) or name in NOBODYS:
+            last = len(self.headers) - 1
+            must = "not be there" if name in NOBODYS else f"be one from 0 to {last}"
+            violated(f"field 'replica' must {must}")
+        if name == "RETURN":
+            self.lives[replica] += 1
+            self.up[replica] = True
+        elif name == "FAIL":
+            self.up[replica] = False
+        elif name == "ROUTE":
+            id_: int | str = event.request  # type: ignore[attr-defined]
+            request = self.requests.get(id_)
+            if request is None:
+                violated(f"request {id_!r} does not wait to be routed")
+            return replica, replace(request, n=event.n, t=event.t, replica=replica)
+        return replica, event
+
+
+CHANGES = ("FAIL", "RETURN", "LEAVE")
+"""Events by which replicas come and go."""
+
+NOBODYS = ("REQUEST", "END")
+"""Events that are of no replica."""
+
+UNPLACED = (*NOBODYS, "REJECT")
+"""Events that may be of no replica: a router may refuse a request as well."""
+
+
+@attrs.frozen
+class Life:
+    """A life of a replica: from the start, or its return, until it fails or the trace ends.
+
+    Attributes:
+        replica: its number.
+        life: which one, from 1 on; None: the only one.
+    """
+
+    replica: int
+    life: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Life:
+        """Read the number of a replica, as `1`, or with that of a life, as `1:2`.
+
+        Raises:
+            InputError: anything else.
+        """
+        replica, colon, life = text.partition(":")
+        if not replica.isdecimal() or (colon and not (life.isdecimal() and int(life))):
+            msg = (
+                f"{text!r:.40} is no replica: give its number, such as 1, and if it has "
+                "failed which of its lives, such as 1:2"
+            )
+            raise InputError(msg)
+        return cls(int(replica), int(life) if colon else None)

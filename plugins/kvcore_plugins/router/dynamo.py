@@ -1,0 +1,89 @@
+"""The router of NVIDIA Dynamo: blocks to prefill and to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+from typing import ClassVar
+
+import attrs
+
+from kvcore import InputError, Replica, Request, Router
+from kvcore_plugins.router._draw import draw, lowest
+
+
+@attrs.define(slots=False, eq=False)
+class Dynamo(Router):
+    """Send a request where the fewest blocks are to be prefilled and held. O(replicas).
+
+    The cost of a replica, in blocks:
+
+        prefill_scale * max(0, prefilling + prompt - credit) + decode + load_weight * requests
+
+        credit = hit_weight * decay * hit
+        decay  = 1 / (1 + delta * (prefilling - the least of all) / prompt)
+
+    `prefilling` is what its requests without a first token have yet to compute, `decode`
+    what the prompts of all in flight hold. The lowest goes, a random one of several; with a
+    temperature one is drawn, with the weights exp(-cost / range of the costs / temperature).
+
+    Options:
+        hit_weight: blocks that a block that hits is worth.
+        delta: how much less hits are worth where more prefill waits.
+        prefill_scale, load_weight: weights of prefill, and of requests in flight.
+        temperature: 0: the lowest cost goes.
+        seed: number from which draws are derived.
+
+    Source: ai-dynamo, lib/kv-router, scheduling/selector/default.rs and config.rs, 2026, whose
+    defaults these are. Its credits for blocks in host memory, on disks and shared are left out.
+    """
+
+    name: ClassVar[str] = "dynamo"
+
+    hit_weight: float = 1.0
+    delta: float = 0.0
+    prefill_scale: float = 1.0
+    load_weight: float = 0.0
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            InputError: a negative weight or temperature.
+        """
+        for name, value in self.options().items():
+            if value < 0:
+                msg = f"router 'dynamo': {name}={value} must not be negative"
+                raise InputError(msg)
+
+    def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
+        """Return the replica with the lowest cost, or one that is drawn by its cost."""
+        del now
+        least = min(replica.waiting_tokens for replica in replicas)
+        costs = [self._blocks(request, replica, least) for replica in replicas]
+        if not self.temperature:
+            return lowest(costs, replicas, self.seed, self.name, request.id)
+        low, high = min(costs), max(costs)
+        scale = self.temperature * (high - low) or 1.0
+        weights = [exp(-(cost - low) / scale) for cost in costs]
+        point = draw(self.seed, self.name, request.id) * sum(weights)
+        for weight, replica in zip(weights, replicas, strict=True):
+            point -= weight
+            if point < 0:
+                return replica
+        return replicas[-1]
+
+    def cost(self, request: Request, replica: Replica) -> float:
+        """Return the cost of a replica, if no other has less prefill."""
+        return self._blocks(request, replica, replica.waiting_tokens)
+
+    def _blocks(self, request: Request, replica: Replica, least: int) -> float:
+        size = replica.block_size
+        prompt = max(request.prompt_tokens / size, 1.0)
+        decay = 1 / (1 + self.delta * (replica.waiting_tokens - least) / size / prompt)
+        credit = self.hit_weight * decay * (replica.hit_tokens // size)
+        prefill = max(0.0, replica.waiting_tokens / size + prompt - credit)
+        load = self.load_weight * replica.requests
+        return self.prefill_scale * prefill + replica.prompt_blocks + load

@@ -1,0 +1,27 @@
+"""LMetric: tokens to prefill, times requests."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvcore import Replica, Request, Router
+
+
+@attrs.define(slots=False, eq=False)
+class LMetric(Router):
+    """Send a request where tokens to prefill, times the batch, are fewest. O(replicas).
+
+    The tokens are those that the replica has yet to prefill, with this request; the batch is
+    the number of requests in flight, with this one. There is nothing to be tuned.
+
+    Source: arXiv 2603.15202 (OSDI 2026).
+    """
+
+    name: ClassVar[str] = "lmetric"
+
+    def cost(self, request: Request, replica: Replica) -> float:
+        """Return the product."""
+        missing = max(request.prompt_tokens - replica.hit_tokens, 0)
+        return (replica.waiting_tokens + missing) * (replica.requests + 1)

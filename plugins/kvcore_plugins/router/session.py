@@ -1,0 +1,107 @@
+"""Sessions stay where they are: consistent hashing with bounded loads."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import ceil
+from typing import ClassVar
+
+import attrs
+
+from kvcore import InputError, Replica, Request, Router
+from kvcore_plugins.router._draw import draw
+
+
+@attrs.define(slots=False, eq=False)
+class SessionAffinity(Router):
+    """Send the requests of a session to one replica, unless that has too many.
+
+    Each replica has points on a ring; a session goes to the replica of the next point after
+    its own hash. One that has `bound` times the mean number of requests in flight is passed
+    over. A replica that leaves or joins moves the sessions of its own points alone. A request
+    without a session goes by its tenant, else by the first key of its prompt, else by itself.
+    O(log points), and O(replicas) for each that is passed over.
+
+    Options:
+        bound: how many times the mean a replica may have, above 1.
+        points: of each replica on the ring.
+        seed: number from which the hashes are derived.
+
+    Source: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2018.
+    """
+
+    name: ClassVar[str] = "session"
+    uses_hits: ClassVar[bool] = False
+
+    bound: float = 1.25
+    points: int = 100
+    seed: int = 0
+
+    _ring: list[tuple[float, int]] = attrs.field(factory=list, init=False)
+    _members: dict[int, Replica] = attrs.field(factory=dict, init=False)
+    _in_flight: int = attrs.field(default=0, init=False)
+    _changed: bool = attrs.field(default=True, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            InputError: a bound that leaves no room, or no points.
+        """
+        if not self.bound > 1 or self.points < 1:
+            msg = f"router 'session': bound={self.bound} must be above 1, and points 1 or more"
+            raise InputError(msg)
+
+    def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
+        """Return the first replica on the ring, from the session on, that has room."""
+        del now
+        if self._changed:
+            self._ring = sorted(
+                (draw(self.seed, self.name, (number, point)), number)
+                for number in self._members
+                for point in range(self.points)
+            )
+            self._changed = False
+        most = ceil(self.bound * (self._in_flight + 1) / len(replicas))
+        ring = self._ring
+        place = bisect_right(ring, (draw(self.seed, self.name, _who(request)), -1))
+        for step in range(len(ring)):
+            replica = self._members[ring[(place + step) % len(ring)][1]]
+            if replica.requests < most:
+                return replica
+        msg = "some replica has at most the mean"
+        raise AssertionError(msg)
+
+    def on_routed(self, request: Request, replica: Replica, now: int) -> None:
+        """Count a request in flight."""
+        del request, replica, now
+        self._in_flight += 1
+
+    def on_ended(self, request: Request, replica: Replica, now: int) -> None:
+        """Count one less."""
+        del request, replica, now
+        self._in_flight -= 1
+
+    def on_joined(self, replica: Replica, now: int) -> None:
+        """Give the replica its points on the ring."""
+        del now
+        self._members[replica.number] = replica
+        self._changed = True
+
+    def on_left(self, replica: Replica, now: int) -> None:
+        """Take its points from the ring."""
+        del now
+        del self._members[replica.number]
+        self._changed = True
+
+
+def _who(request: Request) -> object:
+    """Return whose request it is."""
+    if request.session is not None:
+        return "session", request.session
+    if request.tenant is not None:
+        return "tenant", request.tenant
+    if request.keys:
+        return "key", request.keys[0]
+    return "request", request.id

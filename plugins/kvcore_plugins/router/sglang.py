@@ -1,0 +1,47 @@
+"""The cache-aware policy of SGLang's gateway: a prefix, unless the load is uneven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+
+from kvcore import Replica, Request, Router
+
+
+@attrs.define(slots=False, eq=False)
+class SGLang(Router):
+    """Follow the longest match, but the shortest queue while the load is uneven. O(replicas).
+
+    Uneven is a replica with more than `absolute` requests above the fewest *and* more than
+    `relative` times as many. Else the longest match goes, if it is more than `threshold` of
+    the prompt, and the fewest requests in flight if it is not.
+
+    Options:
+        threshold: share of the prompt from which on a match is followed.
+        absolute, relative: requests in flight from which on the load is uneven.
+
+    Source: sgl-project, sgl-model-gateway/src/policies/cache_aware.rs, with the defaults of
+    its command line, 2026.
+    """
+
+    name: ClassVar[str] = "sglang"
+
+    threshold: float = 0.3
+    absolute: int = 64
+    relative: float = 1.5
+
+    def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
+        """Return the replica of the longest match, or of the shortest queue."""
+        del now
+        shortest = min(replicas, key=_load)
+        fewest, most = shortest.requests, max(replica.requests for replica in replicas)
+        if most - fewest > self.absolute and most > self.relative * fewest:
+            return shortest
+        best = min(replicas, key=lambda each: (-each.hit_tokens, *_load(each)))
+        return best if best.hit_tokens > self.threshold * request.prompt_tokens else shortest
+
+
+def _load(replica: Replica) -> tuple[int, int, int]:
+    return replica.requests, replica.routed, replica.number

@@ -1,0 +1,181 @@
+"""`kvcore simulate --replicas`: what it runs, prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import orjson
+import pytest
+
+import kvcore
+from kvcore.cli import main as frame
+
+SMALL = "zipf:requests=60,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8,rate=50"
+UNLIKE = """
+router = "least-requests"
+tensor_parallel = 1
+
+[[replicas]]
+count = 2
+device = "h200"
+blocks = 100
+
+[[replicas]]
+max-seqs = 8
+blocks = 50
+"""
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the command line and returns stdout; it must succeed."""
+
+    def command(*arguments):
+        code = frame.run(["simulate", SMALL, *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+@pytest.fixture
+def report(run):
+    """Return a function that runs the command line and returns its JSON, but for the time."""
+    return lambda *arguments: {**json.loads(run(*arguments, "--json")), "wall_s": 0}
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+
+    def command(*arguments):
+        code = frame.run(["simulate", SMALL, *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        return captured.err
+
+    return command
+
+
+def test_replicas_share_the_requests(report):
+    """Each request is served by one of them; round robin divides them evenly."""
+    summary = report("--replicas", 4)
+    assert [each["requests"] for each in summary["replicas"]] == [15] * 4
+    assert summary["completed"] == 60
+    assert summary["imbalance"]["requests"] == {"most": 1, "variation": 0}
+
+
+def test_python_says_the_same(report):
+    """`simulate_cluster` builds what the command builds."""
+    result = kvcore.simulate_cluster(SMALL, replicas=3, router="least-requests", blocks=200)
+    summary = report("--replicas", 3, "--router", "least-requests", "--blocks", 200)
+    del summary["config"]
+    assert result.summary() | {"wall_s": 0} == summary
+
+
+def test_one_replica_is_one_server(report):
+    """With a router or without, what is printed is that of a run without the options."""
+    assert report("--replicas", 1, "--router", "least-requests") == report()
+
+
+def test_replicas_may_be_unlike(tmp_path, report):
+    """Tables of a file give each its own options, and the rest stands above them."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(UNLIKE)
+    summary = report("--config", path)
+    assert [each["blocks"] for each in summary["replicas"]] == [100, 100, 50]
+    groups = summary["config"]["replicas"]
+    assert [(each["count"], each["device"]) for each in groups] == [(2, "h200"), (1, "h100")]
+    assert len(report("--config", path, "--replicas", 2)["replicas"]) == 2
+
+
+def test_the_report_has_a_row_for_each_replica(run):
+    """And says what was run, how uneven it was, and what failed."""
+    failed = "--fail", "replica=1,at=0.1,for=0.5", "--fail", "replica=1,at=0.9"
+    printed = run("--replicas", 3, "--tensor-parallel", 1, *failed)
+    lines = printed.splitlines()
+    assert "3 replicas of 1 x h100, routed by round-robin," in " ".join(lines)
+    assert [line.split()[0] for line in lines if line[:2] in ("0 ", "1 ", "2 ")] == list("012")
+    assert "requests a replica" in printed
+    assert "Failed, 2 times in all: replica 1." in printed
+
+
+def test_files_are_written(tmp_path, run):
+    """The summary, the requests with their replica, and the trace."""
+    out = tmp_path / "out"
+    run("--replicas", 2, "--out", out, "--prometheus", tmp_path / "metrics")
+    summary = orjson.loads((out / "summary.json").read_bytes())
+    rows = [orjson.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
+    for each in summary["replicas"]:
+        served = [row for row in rows if row["replica"] == each["replica"]]
+        assert len(served) == each["requests"] == 30
+    assert (out / "trace.jsonl.gz").exists()
+    metrics = (tmp_path / "metrics").read_text()
+    assert 'kvcore_replica_requests_total{replica="1",router="round-robin"' in metrics
+
+
+def test_the_same_command_writes_the_same(tmp_path, run):
+    """Byte for byte, trace and requests."""
+    again = [tmp_path / "a", tmp_path / "b"]
+    for out in again:
+        run("--replicas", 3, "--out", out, "--fail", "replica=0,at=0.2,for=0.2")
+    for name in ("trace.jsonl.gz", "requests.jsonl"):
+        first, second = ((out / name).read_bytes() for out in again)
+        assert first == second
+
+
+def test_replicas_that_would_hold_are_searched_for(capsys):
+    """Where requests queue up to the end."""
+    busy = "zipf:requests=2000,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=40"
+    options = ["--tensor-parallel", "1", "--replicas", "2"]
+    assert frame.run(["simulate", busy, *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("SATURATED: zipf asks for")
+    assert "It would hold with --replicas " in printed
+    number = printed.partition("hold with --replicas ")[2].partition(":")[0]
+    assert not kvcore.simulate_cluster(
+        busy, replicas=int(number), tensor_parallel=1
+    ).saturation.saturated
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--replicas", 0], "'--replicas': 0 is out of range: it must be at least 1"),
+        (["--replicas", 2, "--fail", "replica=2,at=1"], "replicas are numbered from 0 to 1"),
+        (["--replicas", 2, "--fail", "replica=1"], "--fail: 'replica=1': a failure needs"),
+        (["--replicas", 2, "--fail", "replica=1,until=2"], "write replica=3,at=600,for=120"),
+        (["--replicas", 2, "--view", "all"], "--view: 'all' is no view; there are:"),
+        (["--replicas", 2, "--router", "roundrobin"], "no router plugin is named 'roundrobin'"),
+        (["--replicas", 2, "--live"], "--live shows one server"),
+        (["--replicas", 2, "--allocation", "contiguous"], "replicas have paged memory"),
+        (["--replicas", "1e6"], "--replicas: more than 10,000 are too many"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, why, refused, tmp_path):
+    """With what to do instead; nothing is written."""
+    assert why in refused(*options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ("count = 0", "replicas: 0 is out of range"),
+        ("block_size = 32", "replicas: there is no option 'block_size'"),
+        ("device = 'h300'", "replicas: device: unknown device 'h300'; did you mean"),
+        ("blocks = 4\nmemory = '1GiB'", "replicas: blocks and memory both say"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(table, why, refused, tmp_path):
+    """The error names the file and the key."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(f"[[replicas]]\n{table}\n")
+    assert f"{path}: {why}" in refused("--config", path)
+
+
+def test_one_server_refuses_replicas():
+    """In Python `simulate` says what to call."""
+    with pytest.raises(kvcore.InputError, match=r"replicas: .* kvcore.simulate_cluster"):
+        kvcore.simulate(SMALL, replicas=2)

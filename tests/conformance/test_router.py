@@ -1,0 +1,47 @@
+"""The built-in routers pass the tests that every router must pass."""
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.testing import RouterTests
+
+CONFIGURATIONS = [
+    "round-robin",
+    "random",
+    "random:seed=3",
+    "least-requests",
+    "power-of-two",
+    "session",
+    "session:bound=2,points=3",
+    "prefix-affinity",
+    "prefix-affinity:tolerance=0",
+    "dynamo",
+    "dynamo:temperature=0.5,delta=1,load_weight=2",
+    "llm-d",
+    "llm-d:queue=0,kv=0",
+    "sglang",
+    "sglang:threshold=0,absolute=2,relative=1.1",
+    "loadaware",
+    "lmetric",
+    "mooncake",
+    "mooncake:reject=true",
+    "preble",
+    "preble:window=1,imbalance=2",
+]
+
+
+def test_every_router_is_here():
+    """The list has every built-in router."""
+    assert {text.partition(":")[0] for text in CONFIGURATIONS} == set(Plugins().names("router"))
+
+
+class TestBuiltIn(RouterTests):
+    """Every configuration in the list above."""
+
+    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
+    def _configured(self, request):
+        self.spec = request.param
+
+    def make(self):
+        """Build it."""
+        return Plugins().build("router", self.spec)

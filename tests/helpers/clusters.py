@@ -1,0 +1,155 @@
+"""Clusters of small servers, served and checked; routers for tests."""
+
+from io import BytesIO
+from random import Random
+from typing import Any, ClassVar
+
+import attrs
+import orjson
+from helpers.policies import build
+from helpers.schedulers import scheduler_of
+from helpers.serving import BLOCK, SLOT, Bent, Even
+
+from kvcore import KVCache, Router, Trace
+from kvcore.cluster import Failure, parse_view, simulate_cluster
+from kvcore.serving import Batching
+from kvcore.tiers import Tiers
+from kvcore.trace.cluster import ClusterTrace
+
+
+@attrs.define(eq=False)
+class Longest(Router):
+    """Sends a prompt to where most of it is cached; keeps what it saw of each request."""
+
+    name: ClassVar[str] = "longest"
+    saw: dict[Any, list[Any]] = attrs.field(factory=dict, init=False)
+
+    def route(self, request, replicas, now):
+        """Note what is seen of all replicas; the least busy of the best goes."""
+        self.saw.setdefault(request.id, []).append(
+            (now, [(each.number, each.hit_tokens, round(each.usage, 9)) for each in replicas])
+        )
+        return min(
+            replicas,
+            key=lambda each: (-each.hit_tokens, each.usage, each.requests, each.number),
+        )
+
+
+@attrs.define(eq=False)
+class Lot(Router):
+    """Draws lots, by the id of a request; turns away one in `refuses`."""
+
+    name: ClassVar[str] = "lot"
+    uses_hits: ClassVar[bool] = False
+    refuses: int = 0
+
+    def route(self, request, replicas, now):
+        """Return a random replica, or None."""
+        random = Random(f"{request.id}")
+        if self.refuses and not random.randrange(self.refuses):
+            return None
+        return replicas[random.randrange(len(replicas))]
+
+
+@attrs.frozen
+class ClusterRun:
+    """What became of some requests.
+
+    Attributes:
+        result: of the cluster.
+        trace: the bytes of its trace; None without one.
+    """
+
+    result: Any
+    trace: bytes | None
+
+    @property
+    def lines(self):
+        """The lines of the trace, between HEADER and END."""
+        return [orjson.loads(line) for line in self.trace.splitlines()[1:-1]]
+
+    @property
+    def body(self):
+        """The bytes of those lines."""
+        return self.trace.splitlines()[1:-1]
+
+    def of(self, event):
+        """Return the lines of `event`."""
+        return [line for line in self.lines if line["event"] == event]
+
+
+def serve_cluster(
+    requests,
+    replicas=2,
+    *,
+    router=None,
+    view="index",
+    failures=(),
+    blocks=1000,
+    block_size=BLOCK,
+    key_tokens=None,
+    eviction="lru",
+    scheduler="fcfs",
+    latency=Even,
+    tiers=(),
+    trace=True,
+    rate_scale=1.0,
+    **batching,
+):
+    """Serve `requests` with alike replicas; check that nothing is lost.
+
+    `view` is a view or its text; `failures` are texts or failures; a block has 64 bytes.
+    """
+    out = BytesIO()
+    merged = ClusterTrace(Trace(out, mode="model")) if trace else None
+
+    def parts(recorder):
+        cache = KVCache(
+            blocks,
+            block_size,
+            eviction=build(eviction),
+            accounting="tokens",
+            key_tokens=block_size if key_tokens is None else key_tokens,
+            trace=recorder,
+        )
+        if tiers:
+            Tiers(cache, tiers, SLOT)
+        return {
+            "cache": cache,
+            "scheduler": scheduler_of(scheduler),
+            "latency": latency(),
+            "batching": Batching(**{"watermark": 0} | batching),
+        }
+
+    result = simulate_cluster(
+        requests,
+        [parts] * replicas,
+        Longest() if router is None else router,
+        parse_view(view) if isinstance(view, str) else view,
+        failures=[Failure.parse(each) if isinstance(each, str) else each for each in failures],
+        rate_scale=rate_scale,
+        trace=merged,
+    )
+    if merged is not None:
+        merged._trace.close()  # noqa: SLF001 - its writer is whoever made it
+    for lives in result.lives:
+        for life in lives:
+            life.cache.check_integrity()
+        last = lives[-1].cache
+        assert not last.sequences
+        assert last.pool.free_blocks + last.tree.cached_blocks == last.pool.blocks
+    return ClusterRun(result, out.getvalue() if trace else None)
+
+
+def serve_server(server, replicas=2, *, scheduler="fcfs", latency=Bent, **options):
+    """Serve the requests of a random server (`helpers.serving.Server`) with several of it."""
+    given = server.options | options
+    return serve_cluster(
+        server.requests,
+        replicas,
+        scheduler=scheduler,
+        eviction=server.eviction,
+        tiers=server.tiers,
+        latency=lambda: latency(reach=server.windows),
+        **given,
+    )

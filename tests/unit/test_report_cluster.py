@@ -1,0 +1,63 @@
+"""The report of a cluster: its sentences and tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.cli.cluster import document_of
+from kvcore.cluster import simulate_cluster
+from kvcore.config import RunConfig
+from kvcore.config.cluster import ClusterParts
+from kvcore.report.cluster import ClusterReport
+
+SMALL = "zipf:requests=100,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8,rate=50"
+
+
+UNLIKE = {"device": "h200", "blocks": 20}
+
+
+@pytest.fixture
+def reported():
+    """Return a function that simulates a cluster and returns its report."""
+
+    def report(**options):
+        parts = ClusterParts(RunConfig.of(workload=SMALL, tensor_parallel=1, **options))
+        result = simulate_cluster(parts.workload, **parts.cluster())
+        document = document_of(parts, result)
+        return ClusterReport(document, document["config"])
+
+    return report
+
+
+def test_few_replicas_have_a_row_each(reported):
+    """With what each served, and how well."""
+    rows = reported(replicas=16).replicas
+    assert [row[0] for row in rows] == [str(number) for number in range(16)]
+    assert {row[2] for row in rows} == {"6", "7"}
+
+
+def test_many_replicas_are_told_in_groups(reported):
+    """Eight, which together are all."""
+    report = reported(replicas=20)
+    names = [row[0] for row in report.replicas]
+    assert names == ["3 busiest", *["next 3"] * 3, *["next 2"] * 3, "2 least busy"]
+    assert "means of a group" in report.reading
+    busy = [float(row[3].rstrip("%")) for row in report.replicas]
+    assert busy == sorted(busy, reverse=True)
+
+
+def test_the_headline_names_unlike_devices(reported):
+    """And the pools, with all of their memory."""
+    report = reported(replicas=[{"count": 2, "blocks": 10}, UNLIKE])
+    assert (
+        "3 replicas, 2 of 1 x h100 and 1 of 1 x h200, routed by round-robin" in report.headline
+    )
+    assert "Pools: 2 x 10 and 1 x 20 blocks of 16 tokens, 640 tokens in all" in report.headline
+
+
+def test_a_failure_is_told(reported):
+    """With the requests that began again."""
+    report = reported(replicas=2, fail="replica=1,at=0.5,for=0.5")
+    assert report.reading.startswith("Failed, 1 time in all: replica 1.")
+    assert [row[-1] for row in report.replicas] == ["0", "1"]
+    assert report.setup.endswith("view index; 1 failure.")

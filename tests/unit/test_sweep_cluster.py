@@ -1,0 +1,100 @@
+"""Sweeps over routers and numbers of replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvcore
+from kvcore.analysis.sweep import Grid, Journal, Plan, Processes, sweep
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
+from kvcore.config import RunConfig
+from kvcore.report.sweep import SweepReport
+
+ZIPF = "zipf:requests=60,prefixes=4,rate=50"
+ROUTERS = ["round-robin", "least-requests"]
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """Return a function that sweeps a grid in this process."""
+
+    def run(executor=None, **axes):
+        with Journal(tmp_path / "journal") as journal:
+            return sweep(Plan.of(Grid(**axes)), journal, executor=executor or ThisProcess())
+
+    return run
+
+
+def digest(**fields):
+    """Return the digest of a cell."""
+    config = RunConfig(**{"workload": ZIPF, "blocks": 90, "replicas": 2, **fields})
+    return CellRun(config, WorkloadCache()).digest
+
+
+def test_a_cell_is_a_cluster(swept):
+    """The numbers of `simulate_cluster`, in the order of the grid."""
+    rows = swept(workload=ZIPF, blocks=200, replicas=[1, 3], router=ROUTERS).rows
+    order = [(row["replicas"], row["router"]) for row in rows]
+    assert order == [(n, router) for n in (1, 3) for router in ROUTERS]
+    for row in rows[2:]:
+        result = kvcore.simulate_cluster(ZIPF, blocks=200, replicas=3, router=row["router"])
+        summary = result.summary()
+        assert row["ttft_s_p99"] == result.ttft.p99
+        assert row["reuse_ratio_token"] == result.hit_ratio.token
+        assert row["imbalance_busy"] == summary["imbalance"]["busy"]["most"]
+    assert rows[0]["imbalance_requests"] is None
+    assert rows[0]["ttft_s_mean"] == kvcore.simulate(ZIPF, blocks=200).ttft.mean
+
+
+def test_one_server_is_run_once_for_all_routers(swept):
+    """It needs none, and its cell is that of a sweep without routers."""
+    assert swept(workload=ZIPF, blocks=200, router=ROUTERS).ran == 1
+    again = swept(workload=ZIPF, blocks=200)
+    assert (again.found, again.ran) == (1, 0)
+    assert "imbalance_busy" not in again.rows[0]
+
+
+def test_processes_find_the_same(swept, tmp_path):
+    """Wherever cells run."""
+    axes = {"workload": ZIPF, "blocks": 200, "replicas": [2, 3], "router": ROUTERS}
+    rows = swept(**axes).rows
+    (tmp_path / "journal").unlink()
+    assert swept(Processes(2), **axes).rows == rows
+
+
+def test_unlike_servers_are_a_value(swept):
+    """As a list of tables, which a table of results has as text."""
+    fleet = [{"count": 2, "blocks": 100}, {"blocks": 50, "device": "h200"}]
+    rows = swept(workload=ZIPF, replicas=[fleet, 2], fail="replica=1,at=0.5").rows
+    assert [row["replicas"] for row in rows] == [
+        "2 x blocks=100 + 1 x blocks=50,device=h200",
+        2,
+    ]
+    assert rows[0]["fail"] == "replica=1,at=0.5"
+    assert rows[0]["retried"] >= 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"replicas": 3},
+        {"replicas": [{"count": 2, "max_seqs": 9}]},
+        {"router": "least-requests"},
+        {"view": "exact"},
+        {"fail": "replica=1,at=3"},
+        {"eviction": "fifo"},
+    ],
+)
+def test_a_cell_is_named_by_what_its_result_depends_on(fields):
+    """Each option makes another one; tables that say the same do not."""
+    assert digest(**fields) != digest()
+    assert digest(replicas=[{"count": 2}]) == digest()
+
+
+def test_routers_compete(swept):
+    """The report has a row for each number of replicas, with the best router."""
+    report = SweepReport(swept(workload=ZIPF, blocks=60, replicas=[2, 3], router=ROUTERS))
+    assert report.headers[0] == "replicas"
+    assert [row[0] for row in report.rows] == ["2", "3"]
+    assert "the best by router" in report.reading
