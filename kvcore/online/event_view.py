@@ -1,124 +1,94 @@
-"""What replicas have cached, as their KV events tell."""
+"""What replicas have cached, as the KV events tell that they publish over ZMQ."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from threading import Thread
-from typing import Any, ClassVar
 
-from kvcore.cluster import PrefixView
+from kvcore.cluster.views import EventsView
 from kvcore.kv_events.block_tracker import BlockTracker
 from kvcore.kv_events.formats import decode
 from kvcore.kv_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash
 from kvcore.kv_events.sequencer import Delivery, Gap, Restart, StreamItem
 from kvcore.kv_events.subscriber import Server, Subscriber
-from kvcore.request import Request, TextRequest
-
-_Place = tuple[Hash | None, Any]
-"""A block by its parent and its tokens."""
+from kvcore.request import block_keys
 
 
-class _Held:
-    """The blocks of one replica, found by their tokens. Memory grows with them."""
+class _Told:
+    """What one server has told so far: the keys of the blocks that it has.
 
-    def __init__(self) -> None:
-        self._tracker = BlockTracker()
-        self._hashes: dict[_Place, Hash] = {}
-        self._places: dict[Hash, _Place] = {}
+    A block's key is that of its tokens and its parent, whatever hash its server gives it. Those
+    of adapters, images or salts are left out: the tokens of a prompt do not tell of them.
+    """
 
-    def apply(self, item: StreamItem) -> None:
-        """Apply the next item of its stream."""
-        if isinstance(item, Restart):
-            self._tracker.restart(item.rank)
-            self._prune()
-        elif isinstance(item, Gap):
-            self._tracker.record_gap(item.rank, item.first, item.batches)
-        elif isinstance(item, Delivery):
-            try:
-                batch = decode(item.payload)
-            except DecodeError:
-                return
-            restarts = self._tracker.restarts
-            if self._tracker.apply(batch, item.sequence, item.rank):
-                if self._tracker.restarts > restarts:
-                    self._prune()
-                for event in batch.events:
-                    self._index(event)
+    def __init__(self, block_size: int) -> None:
+        self.tracker = BlockTracker()
+        self._block_size = block_size
+        self._keys: dict[Hash, bytes] = {}
 
-    def tokens(self, tokens: Sequence[int], block_size: int) -> int:
-        """Return how many of the first tokens of a prompt are in blocks that it has."""
-        parent, end = None, 0
-        while end + block_size <= len(tokens):
-            block = tuple(tokens[end : end + block_size])
-            parent = self._hashes.get((parent, block))
-            if parent is None:
-                break
-            end += block_size
-        return end
+    def stored(self, event: BlockStored) -> list[bytes]:
+        """Return the keys of blocks that were stored."""
+        if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
+            return []
+        parent = None if event.parent is None else self._keys.get(event.parent)
+        tokens, size = event.tokens or (), self._block_size
+        unknown = event.parent is not None and parent is None
+        if unknown or event.block_size != size or len(tokens) != size * len(event.hashes):
+            return []
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            return []
+        keys = block_keys(tokens, size, parent=parent)  # type: ignore[arg-type]  # checked
+        self._keys.update(zip(event.hashes, keys, strict=True))
+        return keys
 
-    def _index(self, event: Event) -> None:
-        if isinstance(event, BlockStored):
-            # Others are for an adapter or an image, which the tokens do not tell.
-            if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
-                return
-            for block in event.blocks():
-                place = block.parent, block.content
-                if isinstance(block.content, tuple) and block.hash not in self._places:
-                    self._hashes[place] = block.hash
-                    self._places[block.hash] = place
-        elif isinstance(event, BlockRemoved):
-            for value in event.hashes:
-                if value in self._places and not self._tracker.holds(value):
-                    self._forget(value)
-        else:
-            self._prune()
+    def removed(self) -> list[bytes]:
+        """Return the keys of all blocks that it does not have any more. O(all blocks)."""
+        return self.gone(list(self._keys))
 
-    def _prune(self) -> None:
-        """Forget all blocks that it does not have any more."""
-        for value in [each for each in self._places if not self._tracker.holds(each)]:
-            self._forget(value)
-
-    def _forget(self, value: Hash) -> None:
-        place = self._places.pop(value)
-        if self._hashes.get(place) == value:
-            del self._hashes[place]
+    def gone(self, hashes: Sequence[Hash]) -> list[bytes]:
+        """Return the keys of those of `hashes` that it does not have any more."""
+        gone = [value for value in hashes if not self.tracker.holds(value)]
+        keys = (self._keys.pop(value, None) for value in gone)
+        return [key for key in keys if key is not None]
 
 
-class EventView(PrefixView):
-    """Knows what the replicas tell over ZMQ, of prompts whose tokens are known.
+class FollowedEvents(EventsView):
+    """Knows what the servers tell, of prompts whose tokens are known.
+
+    Memory grows with the blocks that they have.
 
     Args:
         servers: that publish, by the number of their replica.
-        block_sizes: tokens in a block of each.
+        block_size: tokens in a block of each, and of a key of the requests.
+        clock: returns the time, ns.
     """
 
-    wants_events: ClassVar[bool] = True
-
-    def __init__(self, servers: Sequence[Server], block_sizes: Sequence[int]) -> None:
-        self._block_sizes = block_sizes
-        self._held = [_Held() for _ in servers]
-        self._subscribers = [Subscriber(server) for server in servers]
+    def __init__(
+        self, servers: Sequence[Server], block_size: int, clock: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self._block_size, self._clock = block_size, clock
+        self._servers = servers
+        self._told = [_Told(block_size) for _ in servers]
+        self._subscribers: list[Subscriber] = []
         self._threads: list[Thread] = []
 
-    def find(self, request: Request, now: int) -> Mapping[int, int]:
-        """Return the tokens of the prompt that each replica has. O(blocks found)."""
-        del now
-        if not isinstance(request, TextRequest):
-            return {}
-        sizes = enumerate(self._block_sizes)
-        found = {at: self._held[at].tokens(request.tokens, size) for at, size in sizes}
-        return {number: tokens for number, tokens in found.items() if tokens}
-
     def lost(self, replica: int, now: int) -> None:
-        """Forget what it had: it tells again what it stores."""
-        del now
-        self._held[replica] = _Held()
+        """Forget what a replica held: it tells again what it stores."""
+        super().lost(replica, now)
+        self._told[replica] = _Told(self._block_size)
 
     def start(self) -> None:
-        """Follow the events, in a thread for each server; the running loop applies them."""
+        """Follow the events, in a thread for each server; the running loop applies them.
+
+        Raises:
+            InputError: an address that cannot be connected to.
+            PluginError: pyzmq is not installed.
+        """
         loop = asyncio.get_running_loop()
-        for number in range(len(self._held)):
+        for number, server in enumerate(self._servers):
+            self._subscribers.append(Subscriber(server))
             thread = Thread(target=self._follow, args=(number, loop), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -137,4 +107,30 @@ class EventView(PrefixView):
                 asyncio.run_coroutine_threadsafe(self._apply(number, item), loop).result()
 
     async def _apply(self, number: int, item: StreamItem) -> None:
-        self._held[number].apply(item)
+        """Apply the next item of a server's stream."""
+        told, now = self._told[number], self._clock()
+        restarts = told.tracker.restarts
+        if isinstance(item, Restart):
+            told.tracker.restart(item.rank)
+        elif isinstance(item, Gap):
+            told.tracker.record_gap(item.rank, item.first, item.batches)
+        elif isinstance(item, Delivery):
+            try:
+                batch = decode(item.payload)
+            except DecodeError:
+                return
+            if told.tracker.apply(batch, item.sequence, item.rank):
+                for event in batch.events:
+                    self._take(number, event, now)
+        if told.tracker.restarts > restarts:
+            self.removed(number, told.removed(), now)
+        self.catch_up(now)
+
+    def _take(self, number: int, event: Event, now: int) -> None:
+        told = self._told[number]
+        if isinstance(event, BlockStored):
+            self.stored(number, told.stored(event), now)
+        elif isinstance(event, BlockRemoved):
+            self.removed(number, told.gone(event.hashes), now)
+        else:
+            self.removed(number, told.removed(), now)

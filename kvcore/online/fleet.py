@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.cluster import Dispatcher, PrefixView, Replica, Router, parse_view
+from kvcore.cluster.views import SentIndex
 from kvcore.errors import InputError, KvcoreError, PolicyError
-from kvcore.online.event_view import EventView
+from kvcore.kv_events.subscriber import Server
+from kvcore.online.event_view import FollowedEvents
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.online.traffic import Flight, Metrics, TrafficLog
 from kvcore.plugins import Plugins, describe, resolve
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 _USAGE = re.compile(
     rb"^(?:vllm:|kvcore_)kv_cache_usage_perc(?:\{[^}\n]*\})? (\S+)$", re.MULTILINE
 )
+
+MOST_BLOCKS = 1 << 20
+"""Entries of the router's own index, unless it is told: some 300 MB."""
 
 MOST_METRICS = 4 << 20
 """Bytes of the metrics of a server that are read."""
@@ -91,7 +96,7 @@ class Fleet:
             Upkeep(each, Replica(at, each.blocks, each.block_size, each.max_seqs))
             for at, each in enumerate(config.replicas)
         ]
-        self._view = _view(config)
+        self._view = _view(config, self.now)
         self.dispatcher = Dispatcher(
             router, [each.replica for each in self.servers], self._view
         )
@@ -202,7 +207,7 @@ class Fleet:
 
     async def start(self, session: ClientSession) -> None:
         """Find out which servers are up, and follow their events."""
-        if isinstance(self._view, EventView):
+        if isinstance(self._view, FollowedEvents):
             self._view.start()
         for server in self.servers:
             self.metrics.up.labels(server.options.name).set(0)
@@ -210,7 +215,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Close what was opened."""
-        if isinstance(self._view, EventView):
+        if isinstance(self._view, FollowedEvents):
             await self._view.stop()
         self._write(lambda log: log.close(self.now()))
 
@@ -248,19 +253,19 @@ def _router(config: RouteConfig) -> Router:
     return router
 
 
-def _view(config: RouteConfig) -> PrefixView:
+def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
     if config.view == "events":
-        from kvcore.kv_events.subscriber import Server  # noqa: PLC0415 - imports pyzmq's world
-
-        addresses = [
+        servers = [
             Server(address=each.kv_events or "", replay=each.kv_replay)
             for each in config.replicas
         ]
-        return EventView(addresses, [each.block_size for each in config.replicas])
+        return FollowedEvents(servers, config.key_tokens, clock)
     view = parse_view(config.view)
-    if view.wants_events:
-        msg = f"view: {config.view!r} is known in simulations alone; use index, or events"
+    if not isinstance(view, SentIndex):
+        msg = f"view: {config.view!r} is for simulations; take index or events"
         raise InputError(msg)
+    if view.blocks is None:
+        view.blocks = MOST_BLOCKS
     return view
 
 

@@ -155,6 +155,10 @@ class RouteConfig:
         if self.view == "events" and not all(each.kv_events for each in self.replicas):
             msg = "view: events need the address kv_events of each replica"
             raise InputError(msg)
+        sizes = {each.block_size for each in self.replicas}
+        if self.view == "events" and sizes != {self.key_tokens}:
+            msg = "view: events need the block_size of each replica to be key_tokens"
+            raise InputError(msg)
         for name, field in attrs.fields_dict(RouteConfig).items():
             value = getattr(self, name)
             if name.endswith(("timeout", "interval")) and not 0 < value <= MOST_SECONDS:

@@ -130,9 +130,11 @@ def event(document):
 
 
 @asynccontextmanager
-async def routed(count=2, **options):
-    """Run upstreams and a proxy in front of them; yield it, them and a client."""
-    upstreams = [await Upstream().start() for _ in range(count)]
+async def routed(servers=2, **options):
+    """Run upstreams (or take these) and a proxy before them; yield it, them and a client."""
+    upstreams = servers
+    if isinstance(servers, int):
+        upstreams = [await Upstream().start() for _ in range(servers)]
     defaults = {"port": 0, "health_interval": 0.05, "shutdown_timeout": 0.2}
     options = {**defaults, **options}
     replicas = options.pop("replicas", [each.url for each in upstreams])

@@ -7,11 +7,19 @@ from contextlib import suppress
 from io import BytesIO
 
 import pytest
-from helpers.upstreams import prompt, routed, until
+from helpers.upstreams import Upstream, prompt, routed, until
 
 from kvcore import Request
 from kvcore.cluster import Router
 from kvcore.errors import InputError
+from kvcore.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Publisher,
+    encode,
+)
 from kvcore.online.prompts import Call
 from kvcore.online.proxy import EventStream
 from kvcore.online.route_config import RouteConfig
@@ -88,7 +96,9 @@ def events(text):
 
 def sample(proxy, name, **labels):
     """Return the value of a metric."""
-    found = re.findall(rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", metrics(proxy), re.MULTILINE)
+    found = re.findall(
+        rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", metrics(proxy), re.MULTILINE
+    )
     wanted = {f'{key}="{value}"' for key, value in labels.items()}
     return sum(float(value) for about, value in found if wanted <= set(about.split(",")))
 
@@ -359,7 +369,9 @@ def test_a_request_that_is_none_is_refused(status, body, kind):
     """Before a server hears of it, with an error as the API has them."""
 
     async def scene(proxy, servers, client):
-        async with client.post(COMPLETIONS, data=body, headers={"Content-Type": kind}) as answer:
+        async with client.post(
+            COMPLETIONS, data=body, headers={"Content-Type": kind}
+        ) as answer:
             assert answer.status == status
             assert (await answer.json())["error"]["type"] == "invalid_request_error"
         assert not servers[0].calls
@@ -426,13 +438,16 @@ def test_headers_of_the_connection_end_at_the_proxy():
 
 
 @pytest.mark.parametrize(
-    "line", ["GET http://example.com/ HTTP/1.1", "GET /tokenize HTTP/1.1", "CONNECT a:1 HTTP/1.1"]
+    "line",
+    ["GET http://example.com/ HTTP/1.1", "GET /tokenize HTTP/1.1", "CONNECT a:1 HTTP/1.1"],
 )
 def test_nothing_else_is_passed_on(line):
     """Neither other paths nor other hosts."""
 
     async def scene(proxy, servers, client):
-        answer = await raw(proxy, f"{line}\r\nHost: example.com\r\nConnection: close\r\n\r\n".encode())
+        answer = await raw(
+            proxy, f"{line}\r\nHost: example.com\r\nConnection: close\r\n\r\n".encode()
+        )
         assert answer[9:12] in (b"404", b"400", b"405")
 
     play(scene, count=1)
@@ -531,7 +546,9 @@ def test_a_refused_request_is_in_the_trace(tmp_path):
 
 def test_a_stream_is_cut_into_whole_events():
     """However the bytes come."""
-    data = b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"usage": {"prompt_tokens": 5}}\n\n'
+    data = (
+        b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"usage": {"prompt_tokens": 5}}\n\n'
+    )
     flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
     for size in range(1, len(data)):
         stream = EventStream(flight, counted=True)
@@ -561,7 +578,10 @@ def test_prompts_with_the_same_beginning_have_the_same_first_keys():
     ("text", "wrong"),
     [
         ("rooter = 'x'", "did you mean 'router'"),
-        ("[[replicas]]\nurl = 'http://a'\nkv_event = 'x'", r"replicas\[0\]: there is no option"),
+        (
+            "[[replicas]]\nurl = 'http://a'\nkv_event = 'x'",
+            r"replicas\[0\]: there is no option",
+        ),
         ("[[replicas]]\nurl = 'ftp://a'", "expected one such as"),
         ("[[replicas]]\nname = 'a'", "expected one such as"),
         ("[[replicas]]\nurl = 'http://a'\nblocks = 0", "blocks of http://a must be above 0"),
@@ -594,7 +614,10 @@ def test_a_file_gives_servers_and_options(tmp_path):
     )
     config = RouteConfig.from_toml(path, port=1)
     assert (config.port, config.body, config.trace) == (1, 1 << 20, tmp_path / "day.jsonl")
-    assert (config.replicas[0].url, config.replicas[0].name) == ("http://127.0.0.1:8001", "left")
+    assert (config.replicas[0].url, config.replicas[0].name) == (
+        "http://127.0.0.1:8001",
+        "left",
+    )
 
 
 def test_the_port_may_be_taken():
@@ -632,3 +655,56 @@ def test_the_client_is_that_of_openai():
     play(scene)
 
 
+def test_events_of_servers_say_where_a_prefix_is():
+    """As soon as they come: what is stored, what has left, and what goes with its server."""
+    pytest.importorskip("zmq", reason="needs pyzmq")
+    tokens = [ord(letter) for letter in "abcdefgh"]
+    stored = BlockStored(hashes=(1, 2), tokens=tuple(tokens), block_size=4, medium="GPU")
+    later = BlockStored(hashes=(3,), parent=2, tokens=(105,) * 4, block_size=4, medium="GPU")
+    salted = BlockStored(hashes=(7,), tokens=(120,) * 4, block_size=4, extra_keys=(["s"],))
+
+    async def scene(proxy, servers, client):
+        def found(text):
+            call = Call.read(COMPLETIONS, json.dumps({"prompt": text}).encode())
+            codes = [ord(letter) for letter in text]
+            request = call.request(0, 0, None, tokens=codes, key_tokens=4, key_chars=64)
+            return dict(view.find(request, proxy.fleet.now()))
+
+        view = proxy.fleet.dispatcher.view
+        for each in publishers:
+            assert await asyncio.to_thread(each.wait_for, 1, 10)
+        tell(publishers[1], stored, salted)
+        tell(publishers[1], later)
+        await until(lambda: found("abcdefghiiii") == {1: 12})
+        assert found("xxxx") == {}
+        for _ in range(2):
+            _, headers, _ = await ask(client, prompt="abcdefghiiii")
+            assert headers["x-kvcore-replica"] == servers[1].url[7:]
+        tell(publishers[1], BlockRemoved(hashes=(3, 2), medium="GPU"))
+        await until(lambda: found("abcdefghiiii") == {1: 4})
+        tell(publishers[0], stored)
+        await until(lambda: found("abcdefghiiii") == {0: 8, 1: 4})
+        tell(publishers[0], AllBlocksCleared())
+        await until(lambda: found("abcdefghiiii") == {1: 4})
+        servers[1].healthy = False
+        await until(lambda: found("abcdefghiiii") == {})
+
+    async def run():
+        servers = [await Upstream().start() for _ in publishers]
+        tables = [
+            {"url": server.url, "kv_events": publisher.address, "block_size": 4}
+            for server, publisher in zip(servers, publishers, strict=True)
+        ]
+        async with routed(
+            servers, replicas=tables, view="events", key_tokens=4, router=Hits()
+        ) as parts:
+            await scene(*parts)
+
+    with Publisher("tcp://127.0.0.1:*") as left, Publisher("tcp://127.0.0.1:*") as right:
+        publishers = [left, right]
+        asyncio.run(run())
+
+
+def tell(publisher, *events):
+    """Publish events in a batch."""
+    publisher.publish(encode(EventBatch(ts=1.0, events=events)))
