@@ -70,14 +70,14 @@ class FollowedEvents(EventsView):
         super().__init__()
         self._block_size, self._clock = block_size, clock
         self._servers = servers
-        self._told = [_Told(block_size) for _ in servers]
+        self._lives = [_Told(block_size) for _ in servers]
         self._subscribers: list[Subscriber] = []
         self._threads: list[Thread] = []
 
     def lost(self, replica: int, now: int) -> None:
         """Forget what a replica held: it tells again what it stores."""
         super().lost(replica, now)
-        self._told[replica] = _Told(self._block_size)
+        self._lives[replica] = _Told(self._block_size)
 
     def start(self) -> None:
         """Follow the events, in a thread for each server; the running loop applies them.
@@ -108,7 +108,7 @@ class FollowedEvents(EventsView):
 
     async def _apply(self, number: int, item: StreamItem) -> None:
         """Apply the next item of a server's stream."""
-        told, now = self._told[number], self._clock()
+        told, now = self._lives[number], self._clock()
         restarts = told.tracker.restarts
         if isinstance(item, Restart):
             told.tracker.restart(item.rank)
@@ -127,7 +127,7 @@ class FollowedEvents(EventsView):
         self.catch_up(now)
 
     def _take(self, number: int, event: Event, now: int) -> None:
-        told = self._told[number]
+        told = self._lives[number]
         if isinstance(event, BlockStored):
             self.stored(number, told.stored(event), now)
         elif isinstance(event, BlockRemoved):

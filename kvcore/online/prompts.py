@@ -113,7 +113,7 @@ class Call:
         session = session or next(
             filter(None, map(self._text, ("prompt_cache_key", "user"))), ""
         )
-        more = {
+        more: dict[str, Any] = {
             "id": number,
             "arrival": now,
             "key_tokens": key_tokens,

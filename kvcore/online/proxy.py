@@ -559,7 +559,7 @@ class _ClientGoneError(Exception):
 
 def _logger(malformed: type[Exception]) -> logging.Logger:
     """Return what prints errors of the proxy, and none of malformed requests."""
-    logger = logging.Logger("kvcore.route")
+    logger = logging.Logger("kvcore.route")  # noqa: LOG001 - each proxy has its own
     logger.addFilter(
         lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
     )

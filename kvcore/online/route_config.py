@@ -7,13 +7,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import attrs
 
 from kvcore.config.run_config import (
-    ByteSize,
     Natural,
     PluginChoice,
     check_names,
@@ -23,6 +22,9 @@ from kvcore.config.run_config import (
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
+
+Bytes: TypeAlias = Annotated[int, "bytes"]
+"""A number of bytes; as text with a unit, such as `8MiB`."""
 
 MOST_REPLICAS = 1_000
 
@@ -132,8 +134,8 @@ class RouteConfig:
     trace: Path | None = _option(None, "JSONL file to write REQUEST and ROUTE lines to.")
     concurrency: int = _option(1_024, "Largest number of requests in flight.")
     connections: int = _option(4_096, "Largest number of connections of clients.")
-    body: ByteSize = _option(8 << 20, "Largest request.")
-    answer: ByteSize = _option(64 << 20, "Largest answer that is not streamed.")
+    body: Bytes = _option(8 << 20, "Largest request.")
+    answer: Bytes = _option(64 << 20, "Largest answer that is not streamed.")
     connect_timeout: float = _option(2.0, "Seconds until a server takes a connection.")
     first_byte_timeout: float = _option(300.0, "Seconds until the first byte of an answer.")
     between_timeout: float = _option(60.0, "Seconds between two parts of an answer.")

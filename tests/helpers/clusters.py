@@ -131,7 +131,7 @@ def serve_cluster(
         trace=merged,
     )
     if merged is not None:
-        merged._trace.close()  # noqa: SLF001 - its writer is whoever made it
+        merged._trace.close()
     for lives in result.lives:
         for life in lives:
             life.cache.check_integrity()

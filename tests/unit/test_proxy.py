@@ -1,5 +1,7 @@
 """The proxy: where requests go, what clients and servers may do, and what it tells of it."""
 
+# ruff: noqa: ARG001 - a scene has all parts
+
 import asyncio
 import json
 import re
@@ -96,16 +98,10 @@ def events(text):
 
 def sample(proxy, name, **labels):
     """Return the value of a metric."""
-    found = re.findall(
-        rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", metrics(proxy), re.MULTILINE
-    )
+    line = re.compile(rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", re.MULTILINE)
+    found = line.findall(proxy.fleet.metrics.text().decode())
     wanted = {f'{key}="{value}"' for key, value in labels.items()}
     return sum(float(value) for about, value in found if wanted <= set(about.split(",")))
-
-
-def metrics(proxy):
-    """Return the metrics."""
-    return proxy.fleet.metrics.text().decode()
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
