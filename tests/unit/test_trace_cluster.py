@@ -23,7 +23,7 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-def forge(path, tmp_path):
+def forge(tmp_path):
     """Return a function that writes other lines, and returns why they cannot be."""
 
     def forged(events):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 from helpers.clusters import ZIPF, record_cluster
+from helpers.traces import lines, seal
 
 import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis import whatif
 from kvcore.analysis.what_if import recorded_run
+from kvcore.cluster import simulate_cluster
 from kvcore.config import RunConfig
+from kvcore.config.cluster import ClusterParts
 from kvcore.trace import check_trace
 
 UNLIKE = [{"count": 2}, {"blocks": 40, "eviction": "fifo", "max_seqs": 4}, {"tier": "none"}]
+
+TWO_SIZES = [{"count": 2}, {"blocks": 60}]
 
 RECORDED = {
     "failures": {"fail": ["replica=1,at=0.3,for=0.1", "replica=0,at=0.350000001"]},
@@ -41,7 +46,7 @@ def test_as_recorded_it_is_the_same_byte_by_byte(tmp_path, options):
 
 
 def test_the_recorded_run_is_that_of_its_result(tmp_path):
-    """Summed up from its lines, a cluster fares as its result says, requests served twice too."""
+    """Summed up from its lines, a cluster fares as its result says."""
     path = tmp_path / "trace.jsonl"
     given = {"replicas": 3, "blocks": 20, "tensor_parallel": 1, "trace": path}
     result = kvcore.simulate_cluster(ZIPF, fail="replica=1,at=0.3,for=0.1", **given)
@@ -58,7 +63,7 @@ def test_the_recorded_run_is_that_of_its_result(tmp_path):
     [
         ({"router": "round-robin"}, {"router": "round-robin"}),
         ({"replicas": 5}, {"replicas": 5}),
-        ({"replicas": [{"count": 2}, {"blocks": 60}]}, {"replicas": [{"count": 2}, {"blocks": 60}]}),
+        ({"replicas": TWO_SIZES}, {"replicas": TWO_SIZES}),
         ({"fail": "none"}, {"fail": ()}),
         ({"fail": "replica=0,at=0.1"}, {"fail": "replica=0,at=0.1"}),
         ({"view": "index"}, {"view": "index"}),
@@ -94,8 +99,6 @@ def test_a_router_alone_makes_no_cluster(tmp_path):
 
 def test_a_header_without_routing_is_refused(tmp_path):
     """What does not say how it was routed cannot be run again."""
-    from helpers.traces import lines, seal
-
     path = record(tmp_path / "trace.jsonl")
     events = lines(path)
     del events[0]["routing"]
@@ -120,9 +123,6 @@ def test_a_configuration_from_a_trace_makes_the_cluster_again(tmp_path):
     assert [table["count"] for table in config.replicas] == [2, 1, 1]
     assert config.replicas[1]["blocks"] == 40
     assert (config.view, config.fail) == ("exact", ("replica=1,at=0.3,for=0.1",))
-    from kvcore.cluster import simulate_cluster
-    from kvcore.config.cluster import ClusterParts
-
     parts = ClusterParts(config)
     result = simulate_cluster(parts.workload, **parts.cluster())
     assert result.stats.hit_blocks == check_trace(path).hit["hit_blocks"]
