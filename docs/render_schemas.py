@@ -1,9 +1,9 @@
-"""Render the JSON Schemas of the configuration files from the options of the verbs.
+"""Render the JSON Schemas of the configuration files, from the options of verbs, and of traces.
 
     python docs/render_schemas.py
 
-writes `config.schema.json`, for `--config` of `simulate` and `run`, and `sweep.schema.json`,
-for the file of `sweep`, into docs/reference.
+writes `config.schema.json`, for `--config` of `simulate` and `run`, `sweep.schema.json`, for the
+file of `sweep`, and `trace.schema.json`, for the lines of a trace, into docs/reference.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvcore.config.run_config import (
     option_names,
     option_type,
 )
+from kvcore.trace import json_schema
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 
@@ -189,8 +190,9 @@ def _type(kind: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write both schemas into a folder."""
+    """Write all schemas into a folder."""
     documents = {"config.schema.json": config_schema(), "sweep.schema.json": sweep_schema()}
+    documents["trace.schema.json"] = json_schema()
     for name, document in documents.items():
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         (folder / name).write_bytes(orjson.dumps(document, option=option))
