@@ -547,6 +547,7 @@ def whatif(
     retention: PluginChoice | None = None,
     scheduler: PluginChoice | None = None,
     latency: PluginChoice | None = None,
+    drafter: PluginChoice | None = None,
     tier: TierChoices = None,
     blocks: int | None = None,
     block_size: int | None = None,
@@ -578,6 +579,7 @@ def whatif(
         retention: likewise; `"none"`: nothing is forgotten.
         scheduler: likewise.
         latency: likewise.
+        drafter: likewise; `"none"`: a step gives one token a sequence.
         tier: tiers below the pool, nearest first, each likewise; `"none"`: there are none.
         blocks: of the pool.
         block_size: tokens in a block; without `blocks`, in a pool of the same memory.
@@ -606,6 +608,7 @@ def whatif(
     """
     changes_asked: dict[str, Any] = {"eviction": eviction, "prefix": prefix}
     changes_asked |= {"retention": retention, "scheduler": scheduler, "latency": latency}
+    changes_asked |= {"drafter": drafter}
     changes_asked |= {"tier": tier}
     changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
     changes_asked |= {"slo": slo, "rate_scale": rate_scale}
@@ -778,6 +781,7 @@ class _Rerun:
     def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
+        self._drafter = None if parts.config.drafter is None else parts.built("drafter")
 
     def run(self, tick: Tick) -> RunLog:
         """Serve every request: in the loop under the model's clock, or serially without one."""
@@ -790,11 +794,22 @@ class _Rerun:
             return self._replayed(requests)
         scheduler, latency = self._server
         latency.bind()
+        executor = TellingExecutor(latency, told) if told else SimulatedExecutor(latency)
+        if drafter := self._drafter:
+            from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
+
+            if told:
+                msg = (
+                    f"drafter {drafter.name!r} with texts that publish what they generate, "
+                    "which a run alone knows: give drafter 'none'"
+                )
+                raise InputError(msg)
+            executor = SpeculativeSimulator(latency, drafter)
         loop, _ = serve(
             requests,
             self._cache,
             scheduler,
-            TellingExecutor(latency, told) if told else SimulatedExecutor(latency),
+            executor,
             self._parts.batching,
             slo=self._parts.slo,
             rate_scale=self._parts.config.rate_scale,
@@ -807,7 +822,14 @@ class _Rerun:
         cache, prefix = self._cache, self._cache.prefix
         levels = () if cache.tiers is None else cache.tiers.levels
         tiers = [level.tier for level in levels]
-        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()), *tiers)
+        plugins = (
+            cache.eviction,
+            prefix,
+            cache.retention,
+            *(self._server or ()),
+            self._drafter,
+            *tiers,
+        )
         evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         config = self._parts.rerun(filter(None, plugins))
         return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)

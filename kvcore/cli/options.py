@@ -157,6 +157,7 @@ poolwide_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
     shared("retention", text=f"{option_help('retention')}  [default: none]"),
     shared("latency"),
+    shared("drafter", text=f"{option_help('drafter')}  [default: none]"),
 )
 
 policy_options = all_of(poolwide_options, shared("tier"))

@@ -27,10 +27,12 @@ OF_CACHES = ("eviction", "prefix", "retention")
 
 OF_SERVERS = ("scheduler", "latency")
 
+OPTIONAL = ("drafter",)
+
 OF_CLUSTERS = ("replicas", "routing")
 """Fields of the header that no server by itself has."""
 
-TIMED = (*OF_SERVERS, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
+TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
 """Options that only a run with a clock has."""
 
 
@@ -68,7 +70,7 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
     recorded: dict[str, Any] = {
         kind: partial(_rebuilt, file, kind, recorded, plugins)
         for kind, recorded in header["plugins"].items()
-        if kind in (*OF_CACHES, *OF_SERVERS)
+        if kind in (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
     }
     deployment = _deployment(header)
     if "codec" in deployment:
@@ -310,7 +312,7 @@ class RecordedParts(RunParts):
         """Return the configuration in which the trace was recorded, as JSON has it."""
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
-        kinds = (*OF_CACHES, *OF_SERVERS)
+        kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
         return {
             "blocks": header["blocks"],
             "block_size": header["block_size"],
