@@ -1,9 +1,10 @@
-"""Render the JSON Schemas of the configuration files from the options of the verbs.
+"""Render the JSON Schemas of the configuration files, from the options of verbs, and of traces.
 
     python docs/render_schemas.py
 
 writes `config.schema.json`, for `--config` of `simulate` and `run`, `route.schema.json`, for
-that of `route`, and `sweep.schema.json`, for the file of `sweep`, into docs/reference.
+that of `route`, `sweep.schema.json`, for the file of `sweep`, and `trace.schema.json`, for the
+lines of a trace, into docs/reference.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvcore.config.run_config import (
     option_type,
 )
 from kvcore.online.route_config import RouteConfig, Upstream
+from kvcore.trace import json_schema
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 
@@ -218,11 +220,12 @@ def _type(kind: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write the schemas into a folder."""
+    """Write all schemas into a folder."""
     documents = {
         "config.schema.json": config_schema(),
         "route.schema.json": route_schema(),
         "sweep.schema.json": sweep_schema(),
+        "trace.schema.json": json_schema(),
     }
     for name, document in documents.items():
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
