@@ -34,7 +34,10 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
-    """Hears what a tree stores and loses: the tiers below it, or a router. Called between two changes."""
+    """Hears what a tree stores and loses: the tiers below it, or a router.
+
+    Called between two changes.
+    """
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored. It is pinned."""
