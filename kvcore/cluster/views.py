@@ -330,16 +330,20 @@ class EventsView(PrefixView):
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
         """Return the tokens of the prompt that each replica has, by what has been told."""
+        self.catch_up(now)
+        hits: dict[int, int] = {}
+        for size in self._sizes.values():
+            hits.update(size.find(request))
+        return hits
+
+    def catch_up(self, now: int) -> None:
+        """Take the events that have come by now."""
         coming, until = self._coming, now - self.delay
         while coming and coming[0].at <= until:
             event = heappop(coming)
             place = event.place
             if self._places.get(place.replica) is place:
                 place.size.apply(place.replica, event)
-        hits: dict[int, int] = {}
-        for size in self._sizes.values():
-            hits.update(size.find(request))
-        return hits
 
     def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica tells that it has stored the blocks of `keys`."""
