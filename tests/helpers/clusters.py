@@ -100,7 +100,8 @@ def serve_cluster(
 ):
     """Serve `requests` with alike replicas; check that nothing is lost.
 
-    `view` is a view or its text; `failures` are texts or failures; a block has 64 bytes.
+    `view` is a view or its text, `scheduler` a name or what makes one; `failures` are texts
+    or failures; a block has 64 bytes.
     """
     out = BytesIO()
     merged = ClusterTrace(Trace(out, mode="model")) if trace else None
@@ -119,7 +120,7 @@ def serve_cluster(
             Tiers(cache, tiers, SLOT)
         return {
             "cache": cache,
-            "scheduler": scheduler_of(scheduler),
+            "scheduler": scheduler() if callable(scheduler) else scheduler_of(scheduler),
             "latency": latency(),
             "batching": Batching(**{"watermark": 0} | batching),
         }
