@@ -54,6 +54,11 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 @what_if("watermark")
 @what_if("rate_scale", "Factor on the rate at which requests of the workload arrive.")
 @what_if("slo", "Expected latency in seconds, or `none`; judges the recorded run too.")
+@what_if("router")
+@what_if("replicas", "Number of servers that share the requests, each like the recorded one.")
+@what_if("view")
+@what_if("fail", "Replica that fails, such as replica=3,at=600,for=120, or `none`.")
+@what_if("autoscale", "Planner that starts and stops servers, or `none`.")
 @click.option(
     "--export",
     callback=file_path,

@@ -344,7 +344,7 @@ class CellRun:
         return {
             "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
             "router": self._described(parts.router()),
-            "view": parts.config.view,
+            "view": str(parts.view()),
             "fail": [str(each) for each in parts.failures],
             "autoscale": parts.config.autoscale,
         }
