@@ -39,6 +39,7 @@ VERBS = {
     "record": "kvcore.cli.record",
     "replay": "kvcore.cli.replay",
     "report": "kvcore.cli.report",
+    "route": "kvcore.cli.route",
     "routers": "kvcore.cli.routers",
     "run": "kvcore.cli.run",
     "simulate": "kvcore.cli.simulate",
