@@ -405,7 +405,7 @@ class TestRegressions:
             ("prefix-affinity:tolerance=0", 1),
             ("llm-d", 1),
             ("prefix-affinity:tolerance=1", 8),
-            ("prefix-affinity:tolerance=0,bound=1.25", 8),
+            ("prefix-affinity:tolerance=0,bound=1.25", 7),
             ("dynamo", 8),
             ("sglang", 8),
             ("loadaware", 8),
@@ -460,11 +460,10 @@ class Laden(LatencyModel):
         """Return one flat line."""
         return [(5_000_000 + 1_000_000 * (work.prefill + work.decode), 0)]
 
-    """Return 300 requests, some `gap` ns apart: `shared` keys in common and `own` others."""
 
 
 def _poisson(*, shared, own, gap):
-    """Return 300 requests some `gap` ns apart, with `shared` keys in common and `own` others."""
+    """Return 300 requests, some `gap` ns apart, with `shared` keys in common."""
     dice, at, made = Random(0), 0, []
     for serial in range(300):
         at += int(dice.expovariate(1) * gap)
