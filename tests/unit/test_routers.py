@@ -461,7 +461,6 @@ class Laden(LatencyModel):
         return [(5_000_000 + 1_000_000 * (work.prefill + work.decode), 0)]
 
 
-
 def _poisson(*, shared, own, gap):
     """Return 300 requests, some `gap` ns apart, with `shared` keys in common."""
     dice, at, made = Random(0), 0, []
