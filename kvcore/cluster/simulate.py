@@ -9,13 +9,12 @@ from typing import Any
 from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
 from kvcore.cluster.planner import Planner
-from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
 from kvcore.cluster.result import ClusterResult, merge_logs
 from kvcore.cluster.router import PrefixView, Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.simulate import check_cache
@@ -73,7 +72,9 @@ def simulate_cluster(
             cache: KVCache = made["cache"]
             check_cache(cache, "simulate")
             made["latency"].bind()
-            loop = ReplicaLoop(
+            drafter = made.get("drafter")
+            loop_type = ReplicaLoop if drafter is None else SpeculativeReplica
+            loop = loop_type(
                 cache,
                 made["scheduler"],
                 made["latency"],
@@ -81,13 +82,14 @@ def simulate_cluster(
                 slo=slo,
                 on_first_token=on_first_token,
                 on_ended=on_ended,
+                drafter=drafter,
             )
             if recorder is not None:
                 record_run(
                     recorder,
                     workload,
                     made["scheduler"],
-                    SimulatedExecutor(made["latency"]),
+                    loop.executor,
                     made["batching"],
                     rate_scale=rate_scale,
                     slo=slo,
