@@ -10,9 +10,11 @@ from kvcore.cluster.router import Replica
 from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
 from kvcore.serving.decode_batch import StepTimes
+from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
 from kvcore.serving.scheduler import Job, Scheduler
+from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS
 
 
@@ -64,6 +66,7 @@ class ReplicaLoop(ServingLoop):
         on_first_token: called with each request whose first token comes, and the time (ns).
         on_ended: called with each request that has ended.
         cache, scheduler, latency, batching, slo: as for `ServingLoop`.
+        drafter: says how many drafts are accepted, in a `SpeculativeReplica`.
     """
 
     def __init__(
@@ -76,11 +79,14 @@ class ReplicaLoop(ServingLoop):
         slo: SLO | None,
         on_first_token: Callable[[Request, int], None],
         on_ended: Callable[[Request, int], None],
+        drafter: Drafter | None = None,
     ) -> None:
         self.inbox = Inbox(on_ended)
         executor = SimulatedExecutor(latency)
+        if drafter is not None:
+            executor = SpeculativeSimulator(latency, drafter)
         super().__init__(self.inbox, cache, scheduler, executor, batching, slo=slo)
-        self.cache, self.latency = cache, latency
+        self.cache, self.latency, self.executor = cache, latency, executor
         self.handed: set[int] = set()
         self._on_first_token = on_first_token
 
@@ -207,3 +213,7 @@ class Server:
         self.loop = self._start()
         self.lives.append(self.loop)
         self.busy = False
+
+
+class SpeculativeReplica(SpeculativeLoop, ReplicaLoop):
+    """A replica whose decode steps verify drafts."""

@@ -11,13 +11,12 @@ from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
 from kvcore.cluster.phases import PhaseCluster, PhaseLoop
 from kvcore.cluster.planner import Planner
-from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
 from kvcore.cluster.result import ClusterResult, merge_logs
 from kvcore.cluster.router import PrefixView, Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.simulate import check_cache
@@ -77,7 +76,10 @@ def simulate_cluster(
             cache: KVCache = made["cache"]
             check_cache(cache, "simulate")
             made["latency"].bind()
-            kind = ReplicaLoop if phases is None else PhaseLoop
+            drafter = made.get("drafter")
+            kind: type[ReplicaLoop] = ReplicaLoop if drafter is None else SpeculativeReplica
+            if phases is not None:
+                kind = PhaseLoop
             loop = kind(
                 cache,
                 made["scheduler"],
@@ -86,13 +88,14 @@ def simulate_cluster(
                 slo=slo,
                 on_first_token=on_first_token,
                 on_ended=on_ended,
+                drafter=drafter,
             )
             if recorder is not None:
                 record_run(
                     recorder,
                     workload,
                     made["scheduler"],
-                    SimulatedExecutor(made["latency"]),
+                    loop.executor,
                     made["batching"],
                     rate_scale=rate_scale,
                     slo=slo,
