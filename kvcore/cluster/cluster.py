@@ -9,8 +9,9 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
-(`kvcore.cluster.phases`); requests, in the order of the workload; ends of steps, by their picosecond and the number of the replica; requests
-that these ends have brought about; and plans of next steps, likewise.
+between replicas; requests, in the order of the workload; ends of steps, by their picosecond
+and the number of the replica; requests that these ends have brought about; and plans of next
+steps, likewise.
 """
 
 from __future__ import annotations
