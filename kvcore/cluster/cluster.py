@@ -262,7 +262,7 @@ class Cluster:
         loop.wake(now)
         server.busy = loop.begin()
         if server.busy:
-            self._schedule(END, server, loop.due(self._horizon(), telling=self._telling))
+            self._schedule(END, server, loop.due(self._horizon, telling=self._telling))
             return
         wake = loop.idle_until()
         if wake < NEVER:
