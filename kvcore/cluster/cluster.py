@@ -324,7 +324,7 @@ class Cluster:
         self._next_failure()
         dispatcher, replica = self._seen(server)
         if server.busy:
-            server.loop.interrupt(now)
+            server.loop.break_off(now)
         if self._trace is not None:
             self._trace.fail(now, server.number)
         lost = list(server.sent.values())

@@ -129,6 +129,13 @@ class ReplicaLoop(ServingLoop):
         self._jumped = self.allocator.run(steps, times, self.clock_ps)
         return self.clock_ps + self._jumped[1]
 
+    def break_off(self, now: int) -> None:
+        """Let the turn that is under way end at `now` (ns), and be the last."""
+        self.interrupt(now)
+        # What was allocated for the batch as a whole is that of its sequences.
+        for job in self.batch:
+            self.allocator.settle(job)
+
     def end(self) -> None:
         """Run what is left of the turn that has begun to its end."""
         if self._ahead is not None:
