@@ -271,7 +271,7 @@ class Cluster:
         loop.wake(now)
         server.busy = loop.begin()
         if server.busy:
-            self._schedule(END, server, loop.due(self._horizon(), telling=self._telling))
+            self._schedule(END, server, loop.due(self._horizon, telling=self._telling))
             return
         if server.draining is not None and not server.sent:
             self._stop(server, now)
@@ -336,7 +336,7 @@ class Cluster:
         self._next_failure()
         dispatcher, replica = self._seen(server)
         if server.busy:
-            server.loop.interrupt(now)
+            server.loop.break_off(now)
         if self._trace is not None:
             self._trace.fail(now, server.number)
         lost = list(server.sent.values())
