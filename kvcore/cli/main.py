@@ -42,6 +42,7 @@ VERBS = {
     "route": "kvcore.cli.route",
     "routers": "kvcore.cli.routers",
     "run": "kvcore.cli.run",
+    "serve": "kvcore.cli.serve",
     "simulate": "kvcore.cli.simulate",
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",

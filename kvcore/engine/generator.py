@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, TypedDict, Unpack
 
 import attrs
@@ -205,6 +205,18 @@ class Generator(Plugin):
         from kvcore.request import word_tokens  # noqa: PLC0415 - hashing is for texts alone
 
         return word_tokens(text, self.vocabulary)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a chat, up to where its next answer begins.
+
+        Unless overridden those of the text `role: content`, a line a message, and of
+        `assistant:` after them.
+
+        Args:
+            messages: each with its `role` and `content`.
+        """
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return self.encode("\n".join([*lines, "assistant:"]))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids: the ids themselves unless overridden."""

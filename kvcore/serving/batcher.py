@@ -318,6 +318,16 @@ class Batcher:
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 
+    def abort(self, job: Job, now: int) -> None:
+        """Take a job that prefills or decodes off the server, with all that it holds."""
+        self._leave_batch(job)
+        job.stage = DONE
+        self._allocator.close(job, now)
+        self.blocked_job = None
+        self.changed = True
+        if self._finished is not None:
+            self._call("finished", self._finished, job, now)
+
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
         step = self._steps.count

@@ -448,7 +448,7 @@ class ServingLoop:
             at, request = arrivals.take()
             self._arrive(request, at, at)
 
-    def _arrive(self, request: Request, now: int, arrival: int) -> None:
+    def _arrive(self, request: Request, now: int, arrival: int) -> Job:
         """Queue a request that its client sent at `arrival` (ns), or reject it."""
         self._serial += 1
         job = Job(
@@ -470,6 +470,7 @@ class ServingLoop:
             self._reject(job, why, now)
         else:
             self.batcher.queue(job, now)
+        return job
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request that announced it, unless it is here already."""
