@@ -39,6 +39,8 @@ VERBS = {
     "record": "kvcore.cli.record",
     "replay": "kvcore.cli.replay",
     "report": "kvcore.cli.report",
+    "route": "kvcore.cli.route",
+    "routers": "kvcore.cli.routers",
     "run": "kvcore.cli.run",
     "serve": "kvcore.cli.serve",
     "simulate": "kvcore.cli.simulate",

@@ -130,6 +130,7 @@ class Cluster:
     ) -> None:
         self._arrivals = arrivals
         self._trace = trace
+        self._now = 0
         # Nobody listens where the router does not ask.
         self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
@@ -254,6 +255,7 @@ class Cluster:
             else:
                 self._refuse(request, now, arrival, "all replicas have failed")
             return
+        self._now = now
         replica = self.dispatcher.route(request, now)
         if replica is None:
             self._refuse(request, now, arrival, "the router refused it")
@@ -271,6 +273,10 @@ class Cluster:
                 self._schedule(END, server, end_ps)
         else:
             self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
+
+    def _clock(self) -> int:
+        """Return when (ns) a request was routed last."""
+        return self._now
 
     def _record(self, request: Request, now: int) -> None:
         """Write REQUEST, and all lines before which no other can come any more."""
@@ -327,7 +333,7 @@ class Cluster:
         replica = self.dispatcher.replicas[server.number]
         server.up = True
         server.loop.wake(now)
-        server.loop.rejoin(replica)
+        server.loop.rejoin(replica, self._clock)
         if self._telling:
             self.dispatcher.view.connect(server.number, server.loop.cache)
         self.dispatcher.joined(replica, now)

@@ -9,6 +9,7 @@ from kvcore.cache import KVCache
 from kvcore.cluster.router import Replica
 from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
+from kvcore.serving.decode_batch import StepTimes
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
 from kvcore.serving.scheduler import Job, Scheduler
@@ -121,22 +122,32 @@ class ReplicaLoop(ServingLoop):
             at = min(at, batcher.loads[0][0])
         return at
 
-    def usage(self) -> float:
-        """Return the share of the blocks that running requests hold, as of the last turn."""
+    def usage(self, now: int) -> float:
+        """Return the share of the blocks that running requests hold at `now`, ns.
+
+        The blocks that a jump takes while it is under way are counted as its steps begin.
+        """
         blocks = self._cache.pool.blocks
-        return (blocks - self._cache.available_blocks) / blocks
+        held = blocks - self._cache.available_blocks
+        elapsed_ps = now * PS_PER_NS - self.clock_ps
+        if self._jumps and self._jumped is None and not self.batcher.chunks:
+            batch = self.batch
+            if batch.size and elapsed_ps > 0:
+                times = StepTimes(self._foreseen()[0], batch.context, batch.growth)
+                steps = times.reach(elapsed_ps, batch.until_change())
+                first = batch.steps.count + 1
+                held += batch.growth_between(first, first + steps - 1)
+        return held / blocks
 
     def replica(self, number: int) -> Replica:
         """Return this replica as a router sees it."""
         cache = self._cache
         seats = self.batcher.batching.max_seqs
-        replica = Replica(number, cache.pool.blocks, cache.geometry.block_size, seats)
-        self.rejoin(replica)
-        return replica
+        return Replica(number, cache.pool.blocks, cache.geometry.block_size, seats)
 
-    def rejoin(self, replica: Replica) -> None:
-        """Let `replica` speak of this loop."""
-        replica.connect(self.usage, self._prefill_seconds)
+    def rejoin(self, replica: Replica, clock: Callable[[], int]) -> None:
+        """Let `replica` speak of this loop, as it is at the time (ns) of `clock`."""
+        replica.connect(lambda: self.usage(clock()), self._prefill_seconds)
 
     def _prefill_seconds(self, tokens: int, context: int) -> float:
         return self.batcher.server.prefill_ns(tokens, context) / NS_PER_S

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -85,13 +84,15 @@ class ClusterResult(Outcome):
     @cached_property
     def stats(self) -> CacheStats:
         """The counts of the caches of all replicas."""
-        return _sum(each.cache.stats for each in chain.from_iterable(self.lives))
+        return CacheStats.sum(each.cache.stats for each in chain.from_iterable(self.lives))
 
     @cached_property
     def reuse_ratio(self) -> HitRatio:
         """Hit ratio with what was loaded from tiers."""
         caches = [each.cache for each in chain.from_iterable(self.lives)]
-        stats = _sum(c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches)
+        stats = CacheStats.sum(
+            c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches
+        )
         return HitRatio(**stats.ratios())
 
     @cached_property
@@ -193,7 +194,7 @@ class ClusterResult(Outcome):
             "steps": sum(each.log.steps for each in lives),
             "failures": len(lives) - 1,
             "ttft_s": self._mean_ttft_s[number],
-            "hit": hit_fields(_sum(each.cache.stats for each in lives)),
+            "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
             "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),
         }
 
@@ -214,13 +215,6 @@ class ClusterResult(Outcome):
 
     to_frame = Result.to_frame
     write = Result.write
-
-
-def _sum(stats: Iterable[CacheStats]) -> CacheStats:
-    """Return the sums of the counts of several caches."""
-    caches = list(stats)
-    names = attrs.fields_dict(CacheStats)
-    return CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
 
 
 def merge_logs(

@@ -98,12 +98,15 @@ class Generator(Plugin):
     Attributes:
         backend: the backend on whose device the tensors live; set by `load`.
         dtype: the dtype of the computation, one of `TENSOR_DTYPES`; set by `load`.
+        states: hidden states from which the last step's tokens were drawn, `[sequences with
+            an output index, hidden]`, for drafters that read them; None: it tells none.
     """
 
     kind: ClassVar[str] = "generator"
 
     backend: Backend
     dtype: str = "fp32"
+    states: Tensor = None
 
     @property
     @abstractmethod
@@ -178,6 +181,22 @@ class Generator(Plugin):
         msg = (
             f"generator {self.name!r} has no logits to compare: take `transformer`, or a model "
             "of `huggingface`"
+        )
+        raise InputError(msg)
+
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step as `forward` does; return what it would draw tokens from.
+
+        `[sequences with an output index, vocabulary]`, after temperature and top-k, for
+        drafts that are sampled.
+
+        Raises:
+            InputError: the generator cannot tell; unless overridden.
+        """
+        del batch, attend
+        msg = (
+            f"generator {self.name!r} does not tell the probabilities of tokens, which drafts "
+            "that are sampled need: let the drafter draft greedily, with temperature=0"
         )
         raise InputError(msg)
 

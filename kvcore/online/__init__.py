@@ -1,1 +1,1 @@
-"""Real traffic: a server behind an OpenAI-style API, and a proxy in front of several."""
+"""A cache at work: servers of an OpenAI-style API, and the proxy that routes to them."""

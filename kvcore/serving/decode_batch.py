@@ -163,16 +163,41 @@ class DecodeBatch:
             attended = job.length + 1 - seq.dropped_tokens
             self._unattend(job, attended + tokens)
             self._attend(job, attended, seq.admission)
-        at, admission, before, _ = self._ends[job]
+        at, _, before, _ = self._ends[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
-            end = self._ends[job] = (at, admission, residue, job)
-            heappush(self._finish, end)
-            del self._residues[bisect_left(self._residues, before)]
-            insort(self._residues, residue)
-            for classes in (self._classes, self.committing):
-                _drop(classes, before, job)
-                _put(classes, residue, job, admission)
+            self._move(job, at, residue)
+
+    def gain(self, job: Job, tokens: int) -> None:
+        """Give `job` so many tokens more than the step that has just ended gave to all.
+
+        O(jobs of its residue classes).
+        """
+        seq = job.seq
+        assert seq is not None
+        attended = job.length + 1 - seq.dropped_tokens
+        job.generated_before += tokens
+        if self._is_plain:
+            self.context[0] += tokens
+        else:
+            self._unattend(job, attended)
+            self._attend(job, attended + tokens, seq.admission)
+        at, _, before, _ = self._ends[job]
+        self._move(job, at - tokens, (before - tokens) % self._block_size)
+
+    def _move(self, job: Job, at: int, residue: int) -> None:
+        """Let `job` finish at step `at`, and fill its blocks at other steps."""
+        _, admission, before, _ = self._ends[job]
+        end = self._ends[job] = (at, admission, residue, job)
+        heappush(self._finish, end)
+        if residue == before:
+            return
+        del self._residues[bisect_left(self._residues, before)]
+        insort(self._residues, residue)
+        commits = job in self.committing.get(before, ())
+        for classes in (self._classes, self.committing) if commits else (self._classes,):
+            _drop(classes, before, job)
+            _put(classes, residue, job, admission)
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""

@@ -14,6 +14,9 @@ from kvcore.trace.writer import JsonRecorder, Trace
 _LINES = 4096
 """Lines that are kept back before it is worth looking which can be written."""
 
+MOST_REPLICAS = 10_000
+"""Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
+
 COMMON = ("count", "block_size", "key_tokens", "mode", "executor", "rate_scale", "slo")
 """Fields of the header that are the same for all replicas."""
 
@@ -113,6 +116,9 @@ class ClusterTrace:
                 for name, value in each.items()
                 if name not in COMMON and value != first.get(name)
             }
+            # Of optional fields only tiers may be there for some.
+            if "tiers" in first and "tiers" not in each:
+                differs["tiers"] = []
             if replicas and differs == {k: v for k, v in replicas[-1].items() if k != "count"}:
                 replicas[-1]["count"] += 1
             else:

@@ -80,8 +80,10 @@ class CheckedReplica:
 
 
 class ClusterChecker:
-    """Checks each event of a cluster's trace: as `TraceChecker` does for its replica, and
-    that every request is routed to one that is up, once at a time, until it has ended.
+    """Checks each event of a cluster's trace.
+
+    It is checked as `TraceChecker` does that of its replica; and every request is routed to a
+    replica that is up, to one at a time, until it has ended.
 
     Attributes:
         replicas: by number.

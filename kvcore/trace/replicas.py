@@ -18,13 +18,11 @@ from msgspec.structs import replace
 
 from kvcore.errors import InputError
 from kvcore.trace import events
+from kvcore.trace.cluster import MOST_REPLICAS
 from kvcore.trace.state import violated
 
 if TYPE_CHECKING:
     from kvcore.trace.events import Event, Header
-
-MOST_REPLICAS = 10_000
-"""Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
 
 
 def replica_headers(header: Header) -> list[Header]:

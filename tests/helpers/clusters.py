@@ -92,6 +92,7 @@ def serve_cluster(
     scheduler="fcfs",
     latency=Even,
     tiers=(),
+    retention=None,
     trace=True,
     rate_scale=1.0,
     **batching,
@@ -108,6 +109,7 @@ def serve_cluster(
             blocks,
             block_size,
             eviction=build(eviction),
+            retention=None if retention is None else retention(),
             accounting="tokens",
             key_tokens=block_size if key_tokens is None else key_tokens,
             trace=recorder,
@@ -131,7 +133,7 @@ def serve_cluster(
         trace=merged,
     )
     if merged is not None:
-        merged._trace.close()  # noqa: SLF001 - its writer is whoever made it
+        merged._trace.close()
     for lives in result.lives:
         for life in lives:
             life.cache.check_integrity()

@@ -19,7 +19,7 @@ from kvcore import Backend, Generator, InputError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator._shape import checked_dtype
-from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
+from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -191,6 +191,10 @@ class HuggingFace(Generator):
         """Run a step; return the likeliest tokens, or samples."""
         logits = self.logits(batch, attend)
         return next_tokens(batch, logits, self.temperature, self.top_k)
+
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step; return what tokens are drawn from."""
+        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` by the tokenizer, or hashes of its words."""
