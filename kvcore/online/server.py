@@ -472,7 +472,6 @@ class Server:
         out: web.StreamResponse = self._web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        await out.prepare(http)
 
         async def send(document: Mapping[str, Any]) -> None:
             async with asyncio.timeout(self.config.client_timeout):
@@ -485,6 +484,7 @@ class Server:
             return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
         try:
+            await out.prepare(http)
             if call.chat:
                 opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
                 await send(head | {"choices": [opening]})
