@@ -275,17 +275,12 @@ class LiveLoop(ServingLoop):
 
     def _abort(self, each: OpenRequest, now: int) -> bool:
         """End a request before its time; return False if that has to wait until it runs."""
-        job, request = each.job, each.job.request
-        if not self.batcher.abort(job, now):
+        name = each.job.request.id
+        self.log.cancelled = name
+        if not self.abort(each.job, GONE):
             return False
-        self.log.cancelled = request.id
-        if job.seq is None:
-            self._reject(job, GONE, now)
-        else:
-            self.log.ended(job, now)
-            self._gone(request, now)
-        self._tensors.streams.pop(request.id, None)
-        del self.open[request.id]
+        self._tensors.streams.pop(name, None)
+        del self.open[name]
         each.listener(Tokens(end=CANCELLED))
         return True
 
