@@ -193,7 +193,7 @@ class LiveLoop(ServingLoop):
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
         if self.inbox.left or self._leaving:
-            self._let_go(self.clock_ps // PS_PER_NS)
+            self._let_go()
         return super().begin()
 
     def end(self) -> None:
@@ -256,10 +256,10 @@ class LiveLoop(ServingLoop):
         if self._stored is not None and isinstance(request, TextRequest):
             self._stored.closed(request)
 
-    def _let_go(self, now: int) -> None:
+    def _let_go(self) -> None:
         """Abort the requests whose clients have gone.
 
-        One that is to be loaded or to resume is left until it runs.
+        One that waits for a transfer, or for its blocks after a preemption, is left until then.
         """
         inbox = self.inbox
         with inbox.changed:
@@ -268,12 +268,12 @@ class LiveLoop(ServingLoop):
         for name in left:
             each = self.open.get(name)
             # One that is not open is in the inbox, or has ended.
-            if each is not None and self._abort(each, now):
+            if each is not None and self._abort(each):
                 continue
             if each is not None or name in self.listeners:
                 self._leaving.add(name)
 
-    def _abort(self, each: OpenRequest, now: int) -> bool:
+    def _abort(self, each: OpenRequest) -> bool:
         """End a request before its time; return False if that has to wait until it runs."""
         name = each.job.request.id
         self.log.cancelled = name
