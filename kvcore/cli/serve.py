@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvcore.online.server import Server
 
 
-
 @verb(
     "kvcore serve --port 8001",
     "kvcore serve --generator huggingface:model=./my-model --kv-events tcp://127.0.0.1:5557",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,6 @@ import attrs
 import orjson
 
 from kvcore.config import EngineParts
-from kvcore.engine.engine import check_cache
 from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
@@ -25,6 +24,7 @@ from kvcore.online.metrics import server_metrics
 from kvcore.online.stored import StoredBlocks
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
+from kvcore.serving.simulate import check_cache
 from kvcore.trace import Trace
 
 if TYPE_CHECKING:
@@ -201,19 +201,21 @@ class Server:
             InputError: the address cannot be listened at.
         """
         self._loop = asyncio.get_running_loop()
-        web, config = self._web, self.config
+        config = self.config
 
         async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
             return await self._errors(http, handler)
 
-        app = web.Application(client_max_size=config.body, middlewares=[web.middleware(errors)])
+        app = self._web.Application(
+            client_max_size=config.body, middlewares=[self._web.middleware(errors)]
+        )
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(
+        self._runner = self._web.AppRunner(
             app,
             access_log=None,
             handler_cancellation=True,
@@ -225,7 +227,7 @@ class Server:
             shutdown_timeout=config.grace,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.port)
+        site = self._web.TCPSite(self._runner, config.host, config.port)
         try:
             await site.start()
         except OSError as error:
@@ -367,17 +369,7 @@ class Server:
         model = document.get("model")
         if model is not None and model != self.model:
             raise ApiError(404, f"there is no model {model!r}; this is {self.model!r}", "model")
-        for name in ("n", "best_of"):
-            if document.get(name) not in (None, 1):
-                raise ApiError(400, f"{name} can be 1 alone", name)
-        temperature = document.get("temperature")
-        own = getattr(self._generator, "temperature", 0.0)
-        if temperature is not None and temperature != own:
-            msg = f"temperature is {own} for all requests: leave it out, or restart the server"
-            raise ApiError(400, msg, "temperature")
-        for name in ("stop", "logprobs", "tools", "response_format", "suffix", "echo"):
-            if document.get(name):
-                raise ApiError(400, f"{name} is not supported", name)
+        self._refuse_unsupported(document)
         output = OUTPUT
         for name in ("max_completion_tokens", "max_tokens"):
             if document.get(name) is not None:
@@ -397,18 +389,33 @@ class Server:
         counted = isinstance(options, dict) and options.get("include_usage") is True
         return Call(chat, tokens, output, document.get("stream") is True, counted)
 
+    def _refuse_unsupported(self, document: dict[str, Any]) -> None:
+        """Raise ApiError for what this server does not do."""
+        for name in ("n", "best_of"):
+            if document.get(name) not in (None, 1):
+                raise ApiError(400, f"{name} can be 1 alone", name)
+        temperature = document.get("temperature")
+        own = getattr(self._generator, "temperature", 0.0)
+        if temperature is not None and temperature != own:
+            msg = f"temperature is {own} for all requests: leave it out, or restart the server"
+            raise ApiError(400, msg, "temperature")
+        for name in ("stop", "logprobs", "tools", "response_format", "suffix", "echo"):
+            if document.get(name):
+                raise ApiError(400, f"{name} is not supported", name)
+
     def _prompt(self, document: dict[str, Any], *, chat: bool) -> list[int]:
         """Return the tokens of a prompt or of messages."""
         if chat:
             messages = document.get("messages")
             if not isinstance(messages, list) or not messages:
                 raise ApiError(400, "messages must be a list that is not empty", "messages")
-            return self._generator.encode_chat([_message(each) for each in messages])
+            chosen: list[int] = self._generator.encode_chat(list(map(_message, messages)))
+            return chosen
         prompt = document.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            tokens = self._generator.encode(prompt)
+            tokens: list[int] = self._generator.encode(prompt)
         elif isinstance(prompt, list) and prompt and all(type(p) is int for p in prompt):
             tokens = prompt
         else:
@@ -417,7 +424,7 @@ class Server:
             raise ApiError(400, "prompt has no tokens, or some that the model lacks", "prompt")
         return tokens
 
-    async def _generate(self, number: int, call: Call) -> AsyncIterator[Tokens]:
+    async def _generate(self, number: int, call: Call) -> AsyncGenerator[Tokens, None]:
         """Yield what comes of a request; whoever stops listening, ends it."""
         parts: asyncio.Queue[Tokens] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -463,7 +470,7 @@ class Server:
         return self._json(answer)
 
     async def _stream(
-        self, http: web.Request, number: int, call: Call, parts: AsyncIterator[Tokens]
+        self, http: web.Request, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
     ) -> web.StreamResponse:
         """Answer with server-sent events, one for each part of the text."""
         first = await anext(parts)
@@ -472,10 +479,32 @@ class Server:
         out: web.StreamResponse = self._web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
+        await out.prepare(http)
 
         async def send(document: Mapping[str, Any]) -> None:
             async with asyncio.timeout(self.config.client_timeout):
                 await out.write(b"data: " + orjson.dumps(document) + b"\n\n")
+
+        try:
+            async for document in self._chunks(call, head, first, parts):
+                await send(document)
+            await out.write(b"data: [DONE]\n\n")
+        except (TimeoutError, ConnectionError):
+            # Too slow, or gone: the request ends with its generator.
+            if http.transport is not None:
+                http.transport.abort()
+        finally:
+            await parts.aclose()
+        return out
+
+    async def _chunks(
+        self,
+        call: Call,
+        head: Mapping[str, Any],
+        part: Tokens,
+        parts: AsyncIterator[Tokens],
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the documents of a streamed answer, of which `part` is the first tokens."""
 
         def choice(text: str, reason: str | None = None) -> dict[str, Any]:
             content: dict[str, Any] = {"text": text}
@@ -483,40 +512,26 @@ class Server:
                 content = {"delta": {"content": text} if text else {}}
             return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
-        try:
-            await out.prepare(http)
-            if call.chat:
-                opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
-                await send(head | {"choices": [opening]})
-            text, count, hit, part = Text(self._generator.decode), 0, 0, first
-            while True:
-                count += len(part.ids)
-                hit = max(hit, part.hit)
-                if part.end in (FAILED, REJECTED, CANCELLED):
-                    message = part.reason or f"the request was {part.end}"
-                    await send({"error": {"message": message, "type": "server_error"}})
-                    break
-                added = text.add(list(part.ids), last=part.end is not None)
-                if added:
-                    await send(head | {"choices": [choice(added)]})
-                if part.end is not None:
-                    reason = "length" if count >= call.output else "stop"
-                    await send(head | {"choices": [choice("", reason)]})
-                    if call.counted:
-                        usage = _usage(call, count, hit)
-                        await send(head | {"choices": [], "usage": usage})
-                    break
-                part = await anext(parts)
-            await out.write(b"data: [DONE]\n\n")
-        except (TimeoutError, ConnectionError):
-            # Too slow, or gone: the request ends with its generator.
-            await parts.aclose()  # type: ignore[attr-defined]
-            if http.transport is not None:
-                http.transport.abort()
-        except asyncio.CancelledError:
-            await parts.aclose()  # type: ignore[attr-defined]
-            raise
-        return out
+        if call.chat:
+            opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
+            yield {**head, "choices": [opening]}
+        text, count, hit = Text(self._generator.decode), 0, 0
+        while True:
+            count += len(part.ids)
+            hit = max(hit, part.hit)
+            if part.end in (FAILED, REJECTED, CANCELLED):
+                message = part.reason or f"the request was {part.end}"
+                yield {"error": {"message": message, "type": "server_error"}}
+                return
+            added = text.add(list(part.ids), last=part.end is not None)
+            if added:
+                yield {**head, "choices": [choice(added)]}
+            if part.end is not None:
+                break
+            part = await anext(parts)
+        yield {**head, "choices": [choice("", "length" if count >= call.output else "stop")]}
+        if call.counted:
+            yield {**head, "choices": [], "usage": _usage(call, count, hit)}
 
     def _head(self, number: int, call: Call, *, chunk: bool) -> dict[str, Any]:
         """Return what each document of an answer begins with."""
