@@ -84,6 +84,7 @@ class ClusterMisses:
         self.requests: dict[Id, RequestMisses] = {}
         self._placed = Replicas(header)
         self._places: dict[Any, DivergencePoint] = {}
+        self._elsewhere: dict[Id, tuple[int, int]] = {}
         self._lives = [self._life(own) for own in self._placed.headers]
         self._holders = Holders(max(1, header.key_tokens // header.block_size))
 
@@ -124,7 +125,7 @@ class ClusterMisses:
 
     def _life(self, header: events.Header) -> MissClassifier:
         life = MissClassifier(header, places=self._places)
-        life.elsewhere = {}
+        life.elsewhere = self._elsewhere
         return life
 
     def _of_no_replica(self, event: events.Event) -> None:
@@ -145,6 +146,7 @@ class ClusterMisses:
         reasons.arrived, reasons.replica = self.requests[request.id].arrived, number
         self.requests[request.id] = reasons
         keys = life.state.requests[request.id].keys
+        self._elsewhere.pop(request.id, None)
         blocks, other = self._holders.find(keys, number)
         if other is not None:
-            life.elsewhere[request.id] = blocks, other
+            self._elsewhere[request.id] = blocks, other

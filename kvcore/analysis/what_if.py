@@ -375,10 +375,13 @@ class RecordedLives:
 
         self.log = RunLog(header.blocks, slo)
         self._placed = Replicas(header)
-        self._make = lambda own: Recorded(reader, own, slo, self.log)
+        self._reader, self._slo = reader, slo
         self._lives = [[self._make(own)] for own in self._placed.headers]
         # What was turned away by the router is of a server that got nothing else.
         self._refused = self._make(header)
+
+    def _make(self, header: events.Header) -> Recorded:
+        return Recorded(self._reader, header, self._slo, self.log)
 
     @property
     def stats(self) -> CacheStats:
@@ -609,7 +612,7 @@ def whatif(
     changes_asked |= {"tier": tier}
     changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
     changes_asked |= {"slo": slo, "rate_scale": rate_scale}
-    routing = {"router": router, "replicas": replicas, "view": view}
+    routing: dict[str, Any] = {"router": router, "replicas": replicas, "view": view}
     routing |= {"fail": () if fail in NO_FAILURES else fail, "autoscale": autoscale}
     workload = TraceWorkload(file)
     header = workload.header

@@ -442,6 +442,7 @@ class Proxy:
             stream = EventStream(attempt.flight, counted=call.counted) if streams else None
             if stream is None:
                 data = await self._whole(response, data)
+                attempt.flight.wrong = response.status != OK
                 if response.status == OK:
                     self._note(attempt, data)
             elif not data:

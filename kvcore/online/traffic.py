@@ -34,6 +34,7 @@ class Flight:
         prompt, output: tokens, as a server counted them; `output` that of a stream grows.
         refused: why no server got it, if so.
         ended: whether nothing of this changes any more.
+        wrong: whether a server has refused it, as any other would: it is in no trace.
     """
 
     request: Request
@@ -42,6 +43,7 @@ class Flight:
     output: int = 0
     refused: str | None = None
     ended: bool = False
+    wrong: bool = False
 
     def final(self) -> Request:
         """Return the request with the lengths that it had, and keys for no more than these."""
@@ -133,6 +135,8 @@ class TrafficLog:
         self._file.discard()
 
     def _write(self, flight: Flight) -> None:
+        if flight.wrong:
+            return
         request = flight.final()
         self._trace.request(request, request.arrival)
         for now, replica, tokens in flight.routes:

@@ -267,7 +267,9 @@ class Playback:
         for event in ticked(reader, tick):
             self.lines += 1
             if checker is None:
-                checker = check_event(reader, None, event)
+                made = check_event(reader, None, event)
+                assert isinstance(made, TraceChecker)  # the reader yields one server's lines
+                checker = made
                 self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
                 continue
             if event.t != self.ended:

@@ -133,8 +133,10 @@ def _of_replica(
     name = f"replica {number}"
     if replicas.lives[number] > 1:
         name += f", life {replicas.lives[number]}"
-    server = next((each for each in servers if each.name == name), None)
-    if server is None:
+    found = [each for each in servers if each.name == name]
+    if found:
+        (server,) = found
+    else:
         builder = TimelineBuilder(replicas.headers[number])
         server = _ServerTracks(builder, len(servers), name)
         servers.append(server)

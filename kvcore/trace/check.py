@@ -148,7 +148,8 @@ def checker_of(header: events.Header) -> TraceChecker | ClusterChecker:
 
 def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
-    nothing = {"preemptions": dict.fromkeys(PREEMPTIONS, 0), "hit": Hits().as_dict()}
+    nothing: dict[str, Any] = {"preemptions": dict.fromkeys(PREEMPTIONS, 0)}
+    nothing["hit"] = Hits().as_dict()
     nothing |= {"pool": pool, "finished": 0, "rejected": 0, "tiers": [], "header": {}}
     return Report(
         file=str(reader.file),

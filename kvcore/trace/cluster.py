@@ -108,7 +108,10 @@ class ClusterTrace:
         cache = ("count", "block_size", "key_tokens", "blocks")
         plugins = first["plugins"] | {"router": plain(router)}
         self._trace.begin(**{name: first[name] for name in cache}, plugins={})
-        rest = {name: value for name, value in first.items() if name not in (*cache, "plugins")}
+        # The deployment comes first, whoever has told it.
+        names = [name for name in ("model", "device", "recompute") if name in first]
+        names = [*dict.fromkeys([*names, *first])]
+        rest = {name: first[name] for name in names if name not in (*cache, "plugins")}
         replicas: list[dict[str, Any]] = []
         for each in headers:
             differs = {
@@ -123,7 +126,7 @@ class ClusterTrace:
                 replicas[-1]["count"] += 1
             else:
                 replicas.append({"count": 1, **differs})
-        self._trace.describe(plugins=plugins, replicas=replicas, **rest, **header)
+        self._trace.describe(plugins=plugins, **rest, replicas=replicas, **header)
 
     @property
     def is_full(self) -> bool:

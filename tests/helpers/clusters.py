@@ -11,6 +11,7 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import BLOCK, SLOT, Bent, Even
 
 from kvcore import KVCache, Router, Trace
+from kvcore import simulate_cluster as simulate_recorded
 from kvcore.cluster import Failure, parse_view, simulate_cluster
 from kvcore.serving import Batching
 from kvcore.tiers import Tiers
@@ -155,3 +156,29 @@ def serve_server(server, replicas=2, *, scheduler="fcfs", latency=Bent, **option
         latency=lambda: latency(reach=server.windows),
         **given,
     )
+
+
+@attrs.define(eq=False)
+class Fewest(Router):
+    """Sends a request to where the fewest are; asks what is cached, and does not mind it."""
+
+    name: ClassVar[str] = "fewest"
+
+    def cost(self, request, replica):
+        """Return the requests there."""
+        del request
+        return replica.requests
+
+
+ZIPF = "zipf:requests=30,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8,rate=50"
+
+
+def record_cluster(path, **options):
+    """Record three replicas with pools too small, of which one fails and returns; return path.
+
+    Its blocks leave, its requests are served again elsewhere, and its router sees all.
+    """
+    given = {"replicas": 3, "router": Fewest, "view": "exact", "blocks": 20}
+    given |= {"tensor_parallel": 1, "fail": "replica=1,at=0.3,for=0.1"}
+    simulate_recorded(ZIPF, trace=path, **(given | options))
+    return path

@@ -149,9 +149,9 @@ async def routed(servers=2, **options):
             await each.stop()
 
 
-async def until(true):
-    """Let others run until a condition holds; fail after 10 seconds."""
-    async with asyncio.timeout(10):
+async def until(true, seconds=10):
+    """Let others run until a condition holds; fail after some seconds."""
+    async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)
 

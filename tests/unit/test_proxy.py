@@ -540,6 +540,19 @@ def test_a_refused_request_is_in_the_trace(tmp_path):
     assert [each.output_tokens for each in TraceWorkload(path)] == [7]
 
 
+def test_what_a_server_refuses_is_not_in_the_trace(tmp_path):
+    """It was no request that could be served."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "fail"
+        assert (await ask(client))[0] == 500
+        servers[0].script = "answer"
+        assert (await ask(client))[0] == 200
+
+    play(scene, count=1, trace=tmp_path / "day.jsonl")
+    assert [each.id for each in TraceWorkload(tmp_path / "day.jsonl")] == [1]
+
+
 def test_a_stream_is_cut_into_whole_events():
     """However the bytes come."""
     data = (
