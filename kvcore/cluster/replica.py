@@ -35,6 +35,14 @@ class Inbox(Arrivals):
         self._sent.append((now, arrival, request))
         self.next_at = self._sent[0][0]
 
+    def remove(self, request: int | str) -> bool:
+        """Remove the request of that id; return whether it was there."""
+        left = [each for each in self._sent if each[2].id != request]
+        found = len(left) < len(self._sent)
+        self._sent = deque(left)
+        self.next_at = left[0][0] if left else NEVER
+        return found
+
     def ended(self, request: Request, now: int) -> None:
         """Tell the cluster of a request that has ended."""
         self._on_ended(request, now)
@@ -48,6 +56,9 @@ class Inbox(Arrivals):
 
 class ReplicaLoop(ServingLoop):
     """The serving loop of a replica, whose turns are begun and ended by a cluster.
+
+    Attributes:
+        handed: rows of its log whose requests have gone on elsewhere.
 
     Args:
         on_first_token: called with each request whose first token comes, and the time (ns).
@@ -70,6 +81,7 @@ class ReplicaLoop(ServingLoop):
         executor = SimulatedExecutor(latency)
         super().__init__(self.inbox, cache, scheduler, executor, batching, slo=slo)
         self.cache, self.latency = cache, latency
+        self.handed: set[int] = set()
         self._on_first_token = on_first_token
 
     def due(self, horizon: int, *, telling: bool) -> int:

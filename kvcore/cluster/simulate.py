@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
+from kvcore.cluster.phases import PhaseCluster, PhaseLoop
 from kvcore.cluster.planner import Planner
 from kvcore.cluster.replica import ReplicaLoop
 from kvcore.cluster.result import ClusterResult, merge_logs
@@ -36,6 +38,7 @@ def simulate_cluster(
     rate_scale: float = 1.0,
     failures: Iterable[Failure] = (),
     planner: Planner | None = None,
+    phases: Mapping[str, Any] | None = None,
     residency: bool = True,
     trace: ClusterTrace | None = None,
     header: Mapping[str, Any] | None = None,
@@ -53,6 +56,7 @@ def simulate_cluster(
         rate_scale: how many times as fast open-loop requests arrive.
         failures: replicas that fail, and return.
         planner: starts and stops replicas; None: all are up.
+        phases: what `PhaseCluster` is given besides; None: each replica does all.
         residency: whether to measure how long blocks rest.
         trace: where every decision is written.
         header: more fields for the header of the trace.
@@ -73,7 +77,8 @@ def simulate_cluster(
             cache: KVCache = made["cache"]
             check_cache(cache, "simulate")
             made["latency"].bind()
-            loop = ReplicaLoop(
+            kind = ReplicaLoop if phases is None else PhaseLoop
+            loop = kind(
                 cache,
                 made["scheduler"],
                 made["latency"],
@@ -98,7 +103,11 @@ def simulate_cluster(
 
         return start
 
-    cluster = Cluster(
+    if phases is not None and planner is not None:
+        msg = "disaggregate= and autoscale= cannot go together yet: give one of them"
+        raise InputError(msg)
+    made = Cluster if phases is None else partial(PhaseCluster, **phases)
+    cluster = made(
         Arrivals(check_keys(workload), rate_scale),
         [starts(number, parts) for number, parts in enumerate(replicas)],
         router,
@@ -114,6 +123,8 @@ def simulate_cluster(
             "view": str(view),
             "fail": [str(each) for each in failures],
         }
+        if phases is not None:
+            routing |= {"disaggregate": str(phases["split"])}
         if cluster.scaler is not None:
             routing |= {"autoscale": describe(cluster.scaler.planner)}
             routing |= {"up": cluster.scaler.first}
@@ -128,7 +139,11 @@ def simulate_cluster(
         ]
         for server in cluster.servers
     ]
-    logs = [(server.number, loop.log) for server in cluster.servers for loop in server.lives]
+    logs = [
+        (server.number, loop.log, loop.handed)
+        for server in cluster.servers
+        for loop in server.lives
+    ]
     log, places = merge_logs(logs, cluster, slo)
     scaler = cluster.scaler
     return ClusterResult(
@@ -140,6 +155,7 @@ def simulate_cluster(
         wall_s,
         () if scaler is None else scaler.changes,
         None if scaler is None else scaler.rented,
+        cluster.figures() if isinstance(cluster, PhaseCluster) else None,
     )
 
 

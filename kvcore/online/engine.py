@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
+from typing import Any
 
 import attrs
 
@@ -217,10 +218,10 @@ class LiveLoop(ServingLoop):
             _, request = inbox.take()
             self._arrive(request, now, now)
 
-    def _arrive(self, request: Request, now: int, arrival: int) -> Job:
+    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
         if self._stored is not None and isinstance(request, TextRequest):
             self._stored.opened(request)
-        job = super()._arrive(request, now, arrival)
+        job = super()._arrive(request, now, arrival, **known)
         listener = self.listeners.pop(request.id)
         if job.stage == DONE:
             listener(Tokens(end=REJECTED, reason=self.log.why))

@@ -31,16 +31,14 @@ class RoutersReport:
         """What was served on what."""
         comparison, config = self.comparison, self.comparison.config
         source = comparison.workload
-        fleets = " or ".join(
-            each if isinstance(each, str) else counted(each, "replica")
-            for each in (shared.replicas for shared in comparison.shared)
-        )
+        *others, last = (str(shared.replicas) for shared in comparison.shared)
+        fleets = f"{', '.join(others)} or {last}" if others else last
         memory = format_bytes(config["replicas"][0]["blocks"] * config["bytes_per_block"])
         first = "each" if len(config["replicas"]) == 1 else "in the first"
         return (
             f"{source.name}: {counted(source.requests, 'request')} to "
-            f"{config['model']} on {fleets}, of {config['tensor_parallel']} x "
-            f"{config['device']} and {memory} of K/V {first}; view {comparison.view}."
+            f"{config['model']} on {fleets} replicas of {config['tensor_parallel']} x "
+            f"{config['device']} with {memory} of K/V {first}; view {comparison.view}."
         )
 
     @property

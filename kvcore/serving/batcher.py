@@ -191,6 +191,8 @@ class Batcher:
             request that is yet to come, before those of jobs.
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last new token: many are a livelock.
+        moved: asked of each job that has its blocks whether its K/V comes from another
+            server, as it does then; None: of none.
         batching, server: as given.
     """
 
@@ -224,6 +226,7 @@ class Batcher:
         self.loads: list[tuple[int, int, Job | None, Load]] = []
         self.blocked_job: Job | None = None
         self.without_progress = 0
+        self.moved: Callable[[Job, int], bool] | None = None
         self._cache = cache
         self._tiers = cache.tiers
         self._scheduler = scheduler
@@ -513,6 +516,9 @@ class Batcher:
         first = job.admitted is None
         if first:
             job.admitted, job.hit = now, seq.computed
+        if self.moved is not None and self.moved(job, now):
+            job.stage = LOADING
+            return True
         if self._tiers is not None:
             load = self._tiers.load(seq, now, self.server.prefill_ns, resumed=not first)
             if load is not None:

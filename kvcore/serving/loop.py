@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
@@ -460,8 +460,11 @@ class ServingLoop:
             at, request = arrivals.take()
             self._arrive(request, at, at)
 
-    def _arrive(self, request: Request, now: int, arrival: int) -> Job:
-        """Queue a request that its client sent at `arrival` (ns), or reject it."""
+    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
+        """Queue a request that its client sent at `arrival` (ns), or reject it.
+
+        `known` is what its job is from the start, where another server has begun with it.
+        """
         self._serial += 1
         job = Job(
             request,
@@ -471,6 +474,7 @@ class ServingLoop:
             request.prompt_tokens,
             request.slo or self.log.slo,
             output_tokens=request.output_tokens,
+            **known,
         )
         if self._cache.trace is not None:
             self._cache.announce(request, now)

@@ -170,3 +170,18 @@ class ClusterTrace:
     def rejoin(self, now: int, replica: int) -> None:
         """Write RETURN: `replica` is up again, with an empty cache."""
         self.put({"n": 0, "t": now, "replica": replica, "event": "RETURN"})
+
+    def transfer(
+        self,
+        now: int,
+        request: Request,
+        source: int,
+        target: int,
+        blocks: int,
+        size: int,
+        done: int,
+    ) -> None:
+        """Write TRANSFER: K/V of `request` begins to move, and can be used at `done` (ns)."""
+        line = {"n": 0, "t": now, "event": "TRANSFER", "request": request.id}
+        line |= {"source": source, "target": target, "blocks": blocks}
+        self.put(line | {"bytes": size, "done": done})

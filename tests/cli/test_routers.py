@@ -38,7 +38,7 @@ def test_the_table_names_what_is_compared(routers):
     code, printed, _ = routers("--replicas", "2,4", "--routers", "round-robin", "--blocks", 60)
     assert code == 0
     assert " ".join(printed.split()).startswith(
-        "zipf: 60 requests to llama-3-8b on 2 replicas or 4"
+        "zipf: 60 requests to llama-3-8b on 2 or 4 replicas"
     )
     for words in ("2   round-robin", "4   one shared cache", "4   optimum of one cache"):
         assert words in printed

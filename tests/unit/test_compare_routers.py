@@ -150,7 +150,7 @@ def test_the_report_has_the_best_router_first(comparison):
     assert names[2:4] == names[6:] == [SHARED, OPTIMUM]
     goodput = {row.router: row.goodput for row in comparison.rows if row.replicas == 2}
     assert goodput[names[0]] >= goodput[names[1]]
-    assert "on 2 replicas or 3 replicas, of 4 x h100 and " in report.headline
+    assert "on 2 or 3 replicas of 4 x h100 with " in report.headline
 
 
 def test_the_chart_is_over_replicas(comparison):
