@@ -50,6 +50,10 @@ class ClusterParts(RunParts):
             if config.allocation != "paged":
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
+        with self._about("drafter"):
+            if config.drafter is not None and config.disaggregate is not None:
+                msg = "replicas with split phases decode without one: leave it out"
+                raise InputError(msg)
         self.groups = self._grouped()
         with self._about("replicas"):
             if sum(count for count, _ in self.groups) > MOST_REPLICAS:
