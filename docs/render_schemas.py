@@ -1,9 +1,10 @@
-"""Render the JSON Schemas of the configuration files from the options of the verbs.
+"""Render the JSON Schemas of configuration files, from the options of verbs, and of traces.
 
     python docs/render_schemas.py
 
-writes `config.schema.json`, for `--config` of `simulate` and `run`, and `sweep.schema.json`,
-for the file of `sweep`, into docs/reference.
+writes `config.schema.json`, for `--config` of `simulate` and `run`, `route.schema.json`, for
+that of `route`, `sweep.schema.json`, for the file of `sweep`, and `trace.schema.json`, for the
+lines of a trace, into docs/reference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import attrs
 import orjson
 
 from kvcore.analysis.sweep.grid import sweep_keys
@@ -29,8 +31,12 @@ from kvcore.config.run_config import (
     option_names,
     option_type,
 )
+from kvcore.online.route_config import RouteConfig, Upstream
+from kvcore.trace import json_schema
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 _SIMPLE: Mapping[Any, str] = {
     int: "integer",
@@ -118,6 +124,31 @@ def sweep_schema() -> dict[str, Any]:
     return _document("Axes of kvcore sweep", listed)
 
 
+def route_schema() -> dict[str, Any]:
+    """Return the schema of the file that `--config` of `route` names."""
+
+    def of(cls: type, required: str) -> dict[str, Any]:
+        fields = attrs.fields(attrs.resolve_types(cls))
+        described = {
+            each.name: {"description": each.metadata["help"], **_type(each.type)}
+            for each in fields
+            if each.name != "replicas"
+        }
+        return {
+            "type": "object",
+            "properties": _spelled(described),
+            "required": [required],
+            "additionalProperties": False,
+        }
+
+    document = of(RouteConfig, "replicas")
+    server = {"anyOf": [of(Upstream, "url"), {"type": "string"}]}
+    servers = {"description": "The servers.", "type": "array", "minItems": 1, "items": server}
+    document["properties"]["replicas"] = servers
+    about = {"$schema": DRAFT, "title": "Options of kvcore route"}
+    return {**about, **document, "$defs": {"plugin": _DEFINITIONS["plugin"]}}
+
+
 def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
     caps = {name: properties[name] for name in GROUPS["batching"]}
     properties["batching"] = {
@@ -127,7 +158,7 @@ def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": DRAFT,
         "title": title,
         "type": "object",
         "properties": _spelled(properties),
@@ -189,8 +220,13 @@ def _type(kind: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write both schemas into a folder."""
-    documents = {"config.schema.json": config_schema(), "sweep.schema.json": sweep_schema()}
+    """Write all schemas into a folder."""
+    documents = {
+        "config.schema.json": config_schema(),
+        "route.schema.json": route_schema(),
+        "sweep.schema.json": sweep_schema(),
+        "trace.schema.json": json_schema(),
+    }
     for name, document in documents.items():
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         (folder / name).write_bytes(orjson.dumps(document, option=option))

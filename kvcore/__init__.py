@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcore.plugins import Plugins
     from kvcore.request import SLO, Request
     from kvcore.serving import Job, LatencyModel, Scheduler
+    from kvcore.serving.drafter import Drafter
     from kvcore.tiers import Tier
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
@@ -38,7 +39,7 @@ _CALLS = ("compare", "plan", "run", "simulate", "simulate_cluster")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
-    *("engine", "tiers", "cluster"),
+    *("engine", "tiers", "cluster", "serving.drafter"),
 )
 """Where all but the calls are defined, lower rooms first."""
 
@@ -46,6 +47,7 @@ __all__ = [
     "SLO",
     "Backend",
     "Codec",
+    "Drafter",
     "EvictionPolicy",
     "Generator",
     "InputError",

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
 """Where requests come from: a plugin's name with options, a file, a workload, or requests."""
 
-PLUGINS = ("scheduler", "latency", "generator", "backend", "codec")
+PLUGINS = ("scheduler", "latency", "drafter", "generator", "backend", "codec")
 
-SERVING = ("scheduler", "latency", "batching", "slo", "rate_scale")
+SERVING = ("scheduler", "latency", "drafter", "batching", "slo", "rate_scale")
 """Options that go with a cache of the caller's."""
 
 COMPUTING = (
@@ -74,6 +74,7 @@ class ServingOptions(PoolOptions, total=False):
 
     scheduler: PluginChoice | None
     latency: PluginChoice | None
+    drafter: PluginChoice | None
     batching: Batching | Mapping[str, Any] | None
     max_tokens: int
     max_seqs: int

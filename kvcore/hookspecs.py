@@ -73,3 +73,8 @@ def kvcore_workloads() -> list[type[Plugin]]:
 @hookspec
 def kvcore_routers() -> list[type[Plugin]]:
     """Return routers: which server of a cluster gets a request."""
+
+
+@hookspec
+def kvcore_drafters() -> list[type[Plugin]]:
+    """Return drafters: tokens that the model verifies in one step, speculative decoding."""

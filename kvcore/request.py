@@ -22,6 +22,7 @@ def block_keys(
     *,
     salt: str | None = None,
     extra: Mapping[int, Mapping[str, str | int]] | None = None,
+    parent: bytes | None = None,
 ) -> list[bytes]:
     """Return the chained keys of the full blocks of `tokens`: equal keys, equal prefixes.
 
@@ -36,6 +37,7 @@ def block_keys(
         salt: what keeps prefixes apart, such as a tenant. Enters the first block.
         extra: by block index, what else its K/V depends on, tagged by kind, such as
             `{0: {"lora": "sql"}, 3: {"image": "9f3c"}}`. Two kinds never collide.
+        parent: key of the block before `tokens`, whose salt holds; None: they begin a prompt.
 
     Raises:
         InputError: a block size below 1, a token id that is no unsigned integer, or a salt
@@ -54,7 +56,7 @@ def block_keys(
         ids.byteswap()
     data = memoryview(ids).cast("B")
     step = block_size * ids.itemsize
-    key = _hash(_written([block_size, salt]))
+    key = _hash(_written([block_size, salt])) if parent is None else parent
     keys = []
     for index in range(len(ids) // block_size):
         more = extra.get(index) if extra else None

@@ -32,6 +32,13 @@ CATEGORIES = {
 }
 """Where hits are lost: every missed token is in one of these."""
 
+OF_CLUSTERS = CATEGORIES | {
+    "compulsory": "no request that its replica admitted before had these keys",
+    "elsewhere": "on another replica when the request was routed",
+}
+"""Where hits are lost on a cluster. What another replica had counts as that, if the router
+could have had it: whatever became of it on the replica that was chosen."""
+
 EVICTED = "evicted"
 """Capacity or policy: which of them is known when all requests are."""
 
@@ -187,6 +194,7 @@ class MissSegment:
         load_ns: how long it took to load them, or would have taken, its queue included; None
             where nothing is loaded from that tier.
         drop: how evicted tokens left the last lower tier that had them.
+        replica: of a cluster the one that had them, where they were elsewhere.
     """
 
     category: str
@@ -200,6 +208,7 @@ class MissSegment:
     tier: str | None = None
     load_ns: int | None = None
     drop: TierDrop | None = None
+    replica: int | None = None
 
     @property
     def end(self) -> int:
@@ -244,6 +253,7 @@ class RequestMisses:
         again: how often it was admitted again, after preemptions. That is no reuse, and
             counts nowhere else.
         rejected: why it was turned away.
+        replica: of a cluster the one that served it last; None: of one server, or none did.
     """
 
     request: Id
@@ -258,6 +268,7 @@ class RequestMisses:
     losses: list[MissSegment] = attrs.field(factory=list)
     again: int = 0
     rejected: str | None = None
+    replica: int | None = None
 
     @property
     def state(self) -> str:
@@ -305,7 +316,7 @@ class Summary:
         admitted, rejected, waiting: requests by what became of them.
         readmitted: admissions after a preemption, which count nowhere else.
         prompt_tokens, hit_tokens: of those admitted; `missed_tokens` is the rest.
-        categories: each of `CATEGORIES`; their tokens add up to those missed.
+        categories: each of `Explanation.categories`; their tokens add up to those missed.
         ways: each of `WAYS`; their tokens add up to the compulsory ones.
         salted: what starts anew though requests of other salts came before: as much, at
             most, could be text that another salt has.
@@ -386,6 +397,11 @@ class Explanation(Shown):
         except (InputError, KeyError, TypeError, ValueError, AttributeError):
             return default_prefill_cost()
 
+    @property
+    def categories(self) -> Mapping[str, str]:
+        """Where hits can be lost, and what that means."""
+        return OF_CLUSTERS if self.header.get("replicas") else CATEGORIES
+
     def plugin(self, kind: str) -> str:
         """Return the name of the run's plugin of a kind, "unknown" if the trace lacks it."""
         name: str = self.header["plugins"].get(kind, {}).get("name", "unknown")
@@ -415,7 +431,7 @@ class Explanation(Shown):
         """
         rows = []
         for each in self.requests.values():
-            lost = dict.fromkeys(CATEGORIES, 0)
+            lost = dict.fromkeys(self.categories, 0)
             for loss in each.losses:
                 lost[loss.category] += loss.tokens
             times = {"arrived_s": each.arrived, "admitted_s": each.admitted}
@@ -440,7 +456,7 @@ class Explanation(Shown):
     def summary(self, top: int = TOP) -> Summary:
         """Return the totals over all first admissions. O(segments)."""
         states = Counter(reasons.state for reasons in self.requests.values())
-        categories = {name: MissedTokens() for name in CATEGORIES}
+        categories = {name: MissedTokens() for name in self.categories}
         ways = {name: MissedTokens() for name in WAYS}
         salted, loads = MissedTokens(), 0
         victims: Counter[Id] = Counter()
@@ -513,6 +529,7 @@ class Explanation(Shown):
             "arrived_s": seconds(reasons.arrived),
             "admitted_s": None if admitted is None else seconds(admitted),
             "seq": reasons.seq,
+            **({} if reasons.replica is None else {"replica": reasons.replica}),
             "readmitted": reasons.again,
             "prompt_tokens": reasons.tokens,
             "hit_tokens": reasons.hit,
@@ -535,6 +552,7 @@ class Explanation(Shown):
             "tier": loss.tier,
             "load_s": None if loss.load_ns is None else seconds(loss.load_ns),
             "drop": None if drop is None else drop.as_dict(now),
+            **({} if loss.replica is None else {"replica": loss.replica}),
         }
 
     def _ids(self, wanted: str) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -24,7 +24,7 @@ from kvcore.analysis.miss_reasons import (
     TierDrop,
 )
 from kvcore.progress import Tick, unseen
-from kvcore.trace import CacheState, read_events
+from kvcore.trace import CacheState, ServerReader, read_events
 from kvcore.trace.state import TracedPrompt, TracedSpan, ViolationError, path
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def explain(
     file: str | os.PathLike[str],
     *,
     source: str | None = None,
+    replica: int | str | None = None,
     tick: Tick = unseen,
 ) -> Explanation:
     """Return what each request of a trace hit at first admission, and why no more.
@@ -50,22 +51,49 @@ def explain(
     Args:
         file: the trace.
         source: what to call it; None: by its path.
+        replica: of a cluster the one to explain, by its number, and that of its life if it
+            failed (`1:2`); None: all, and each request by the replica that served it last.
         tick: called with the bytes of the file that are done.
 
     Raises:
         InputError: the file cannot be opened.
         TraceError: it has no HEADER, a line is damaged or contradicts what came before.
     """
-    reader = read_events(file)
-    inquest = reader.feed(MissClassifier, tick)
+    reader = read_events(file) if replica is None else ServerReader(file, replica)
+    inquest = reader.feed(_classifier, tick)
     inquest.judge()
     return Explanation(
         source=str(reader.file) if source is None else source,
-        header=inquest.state.header.as_dict(),
+        header=inquest.header.as_dict(),
         complete=reader.complete,
         cut_reason=reader.cut_reason,
         requests=inquest.requests,
     )
+
+
+class Inquest(Protocol):
+    """What classifies the misses of a trace while it is read."""
+
+    requests: dict[Id, RequestMisses]
+
+    @property
+    def header(self) -> events.Header:
+        """The first line of the trace."""
+
+    def take(self, event: Any, /) -> None:
+        """Apply the next event after HEADER."""
+
+    def judge(self) -> None:
+        """Divide evicted segments into capacity and policy misses, after the last line."""
+
+
+def _classifier(header: events.Header) -> Inquest:
+    """Return what classifies the misses of one server, or of all replicas."""
+    if not header.replicas:
+        return MissClassifier(header)
+    from kvcore.analysis.cluster_misses import ClusterMisses  # noqa: PLC0415 - most have one
+
+    return ClusterMisses(header)
 
 
 class MissClassifier:
@@ -74,10 +102,22 @@ class MissClassifier:
     Attributes:
         state: the cache, rebuilt.
         requests: what became of those heard of, by id.
+        elsewhere: of a replica, how many blocks of a prompt another one had when it was
+            routed, and which, by request; None: there is no other.
     """
 
-    def __init__(self, header: events.Header, state: CacheState | None = None) -> None:
-        """Start with an empty cache; one that is given is kept up to date by others."""
+    elsewhere: dict[Id, tuple[int, int]] | None = None
+
+    def __init__(
+        self,
+        header: events.Header,
+        state: CacheState | None = None,
+        places: dict[Any, DivergencePoint] | None = None,
+    ) -> None:
+        """Start with an empty cache; one that is given is kept up to date by others.
+
+        Replicas may share `places`, where prompts part, so that each is counted once.
+        """
         self.state = CacheState(header) if state is None else state
         self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header.blocks
@@ -100,7 +140,7 @@ class MissClassifier:
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
-        self._places: dict[Any, DivergencePoint] = {}
+        self._places = {} if places is None else places
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
@@ -121,6 +161,11 @@ class MissClassifier:
                 "LOAD": self._load,
                 "DROP": self._drop,
             }
+
+    @property
+    def header(self) -> events.Header:
+        """The first line of the trace."""
+        return self.state.header
 
     def take(self, event: events.Event) -> None:
         """Apply the next event after HEADER.
@@ -262,6 +307,17 @@ class MissClassifier:
         reach = min(sent, prompt.limit)
         losses = list(self._below(reasons, prompt, hit))
         at = losses[-1].end // self._size if losses else hit
+        if self.elsewhere and prompt.id in self.elsewhere:
+            blocks, other = self.elsewhere.pop(prompt.id)
+            first, at = at, max(at, min(blocks, prompt.limit))
+            if at > first:
+                segment = MissSegment(
+                    category="elsewhere",
+                    first=first * self._size,
+                    tokens=(at - first) * self._size,
+                    replica=other,
+                )
+                losses.append(segment)
         reasons.losses = [
             *losses,
             *self._lost(reasons, prompt, keys, at, reach),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace import CacheState, read_events
+from kvcore.trace import CacheState, ServerReader
 from kvcore.trace.state import ViolationError, run_blocks
 
 if TYPE_CHECKING:
@@ -269,7 +269,13 @@ class Timeline:
     series: Series
 
     @classmethod
-    def read(cls, file: str | os.PathLike[str], *, tick: Tick = unseen) -> Timeline:
+    def read(
+        cls,
+        file: str | os.PathLike[str],
+        *,
+        replica: int | str | None = None,
+        tick: Tick = unseen,
+    ) -> Timeline:
         """Return the timeline of a trace of any mode, which may be cut.
 
         A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what
@@ -278,13 +284,14 @@ class Timeline:
 
         Args:
             file: the trace.
+            replica: of a cluster, its number, and that of its life, as `1:2`, if it failed.
             tick: called with the bytes of the file that are done.
 
         Raises:
             InputError: the file cannot be opened.
             TraceError: it has no HEADER, a line is damaged or contradicts what came before.
         """
-        reader = read_events(file)
+        reader = ServerReader(file, replica)
         builder = reader.feed(TimelineBuilder, tick)
         builder.end()
         return cls(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,17 +29,19 @@ from kvcore.serving.loop import RunLog
 from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.simulate import serve
 from kvcore.trace import Trace, TraceWorkload
-from kvcore.trace.check import TraceChecker, check_event
+from kvcore.trace.check import check_event
 from kvcore.trace.fields import read_request, slo_of, version
-from kvcore.trace.reader import TraceReader
+from kvcore.trace.reader import ServerReader, TraceReader
 from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     # And these where there are prices.
     from kvcore.analysis.billing import Bills
+    from kvcore.config.run_config import FailureChoices, ReplicaChoices
     from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
+    from kvcore.trace.check import Checker
 
 
 @attrs.frozen(kw_only=True)
@@ -215,18 +218,26 @@ class Recorded:
         reader: of the trace; named in errors.
         header: its first line.
         slo: what is expected for requests that bring no SLO of their own.
+        log: what is added to; None: a new one.
 
     Attributes:
         log, stats: as those of a run. Without a clock a request ends when it is closed.
         evicted: blocks that left the cache, for room or because they expired.
     """
 
-    def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
-        self.log = RunLog(header.blocks, slo)
+    def __init__(
+        self,
+        reader: TraceReader,
+        header: events.Header,
+        slo: SLO | None,
+        log: RunLog | None = None,
+    ) -> None:
+        self.log = RunLog(header.blocks, slo) if log is None else log
         self.stats = CacheStats()
         self.evicted = 0
         self._reader = reader
         self._timed = header.mode != "untimed"
+        self._drafts = "drafter" in header.plugins
         self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
@@ -316,7 +327,8 @@ class Recorded:
 
     def _free(self, event: events.Free) -> None:
         if event.reason == "rollback":
-            self._by_hand()
+            if not self._drafts:
+                self._by_hand()
         elif event.reason == "close":
             job = self._open.pop(event.seq)
             if not self._timed:
@@ -349,6 +361,62 @@ class Recorded:
     def _by_hand(self) -> NoReturn:
         msg = f"{self._reader.file}:{self._reader.line}: the trace {BY_HAND}"
         raise InputError(msg)
+
+
+class RecordedLives:
+    """Rebuilds the request log of a cluster from the lines of its trace.
+
+    Args: as of `Recorded`.
+
+    Attributes:
+        log: of all requests; of one that was served again its last time.
+    """
+
+    def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
+        from kvcore.trace.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
+
+        self.log = RunLog(header.blocks, slo)
+        self._placed = Replicas(header)
+        self._reader, self._slo = reader, slo
+        self._lives = [[self._make(own)] for own in self._placed.headers]
+        # What was turned away by the router is of a server that got nothing else.
+        self._refused = self._make(header)
+
+    def _make(self, header: events.Header) -> Recorded:
+        return Recorded(self._reader, header, self._slo, self.log)
+
+    @property
+    def stats(self) -> CacheStats:
+        """The counts of the caches, in the order in which a result adds them."""
+        return CacheStats.sum(life.stats for lives in self._lives for life in lives)
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that left the caches, for room or because they expired."""
+        return sum(life.evicted for lives in self._lives for life in lives)
+
+    def take(self, event: events.Event) -> None:
+        """Apply a line. O(1), or O(keys) of a request.
+
+        Raises:
+            TraceError: a request that cannot be.
+        """
+        if event.event == "HEADER":
+            return
+        request = self._placed.requests.get(getattr(event, "request", ""))
+        placed = self._placed.place(event)
+        if placed is not None:
+            number, line = placed
+            if event.event == "FAIL":
+                self._lives[number].append(self._make(self._placed.headers[number]))
+                return
+            # It came when it came to the cluster, not to the replica.
+            self._lives[number][-1].take(
+                request if event.event == "ROUTE" and request else line
+            )
+        elif event.event == "REJECT" and request:
+            self._refused.take(request)
+            self._refused.take(event)
 
 
 Told = Mapping[int | str, Sequence[Key]]
@@ -481,6 +549,7 @@ def whatif(
     retention: PluginChoice | None = None,
     scheduler: PluginChoice | None = None,
     latency: PluginChoice | None = None,
+    drafter: PluginChoice | None = None,
     tier: TierChoices = None,
     blocks: int | None = None,
     block_size: int | None = None,
@@ -488,6 +557,11 @@ def whatif(
     slo: SLO | None = None,
     rate_scale: float | None = None,
     export: str | os.PathLike[str] | None = None,
+    router: PluginChoice | None = None,
+    replicas: ReplicaChoices | None = None,
+    view: str | None = None,
+    fail: FailureChoices | None = None,
+    autoscale: str | None = None,
     price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
@@ -507,6 +581,7 @@ def whatif(
         retention: likewise; `"none"`: nothing is forgotten.
         scheduler: likewise.
         latency: likewise.
+        drafter: likewise; `"none"`: a step gives one token a sequence.
         tier: tiers below the pool, nearest first, each likewise; `"none"`: there are none.
         blocks: of the pool.
         block_size: tokens in a block; without `blocks`, in a pool of the same memory.
@@ -515,6 +590,12 @@ def whatif(
             run is judged by it too.
         rate_scale: how many times as fast as in the workload open-loop requests arrive.
         export: the file to write the trace of the new run to.
+        router: of a cluster, the plugin that picks the replica of a request.
+        replicas: how many there are, or tables of their options; a server's trace is then
+            run again by several such servers.
+        view: what the router knows of their caches.
+        fail: replicas that fail; `"none"`: none does.
+        autoscale: the planner that starts and stops replicas; `"none"`: all are up.
         price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is given the bytes of the trace that are checked, and then the requests that
@@ -529,12 +610,15 @@ def whatif(
     """
     changes_asked: dict[str, Any] = {"eviction": eviction, "prefix": prefix}
     changes_asked |= {"retention": retention, "scheduler": scheduler, "latency": latency}
+    changes_asked |= {"drafter": drafter}
     changes_asked |= {"tier": tier}
     changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
     changes_asked |= {"slo": slo, "rate_scale": rate_scale}
+    routing: dict[str, Any] = {"router": router, "replicas": replicas, "view": view}
+    routing |= {"fail": () if fail in NO_FAILURES else fail, "autoscale": autoscale}
     workload = TraceWorkload(file)
     header = workload.header
-    parts = RecordedParts(workload.file, header.as_dict(), workload, changes_asked, plugins)
+    parts = _parts(workload, header, changes_asked, routing, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
     progress = progress or silent
@@ -542,7 +626,7 @@ def whatif(
         trace = None
         if export is not None:
             trace = stack.enter_context(Trace(export, **parts.header()))
-        rerun = _Rerun(parts, parts.cache(trace), workload)
+        rerun = _rerun_of(parts, trace, workload)
         with progress(f"checking {workload.file}", file_bytes(workload.file)) as tick:
             recorded = _verified(workload.file, workload.header, parts.slo, tick)
         shown = f"running {workload.name} again", len(recorded.log.ids)
@@ -588,8 +672,12 @@ def bill_trace(
     return found
 
 
-def recorded_run(file: str | os.PathLike[str], tick: Tick = unseen) -> RunSummary:
+def recorded_run(
+    file: str | os.PathLike[str], tick: Tick = unseen, replica: int | str | None = None
+) -> RunSummary:
     """Return the summary of a recorded run, whose trace is checked line by line.
+
+    Of a cluster it is that of all requests, or of those of a `replica`.
 
     Its configuration is that of the header, and it is judged by the SLO there. `tick` is
     called with the bytes of the file that are done.
@@ -601,7 +689,7 @@ def recorded_run(file: str | os.PathLike[str], tick: Tick = unseen) -> RunSummar
     workload = TraceWorkload(file)
     header = workload.header.as_dict()
     slo = slo_of(header["slo"]) if header.get("slo") else None
-    recorded = _verified(workload.file, workload.header, slo, tick)
+    recorded = _verified(workload.file, workload.header, slo, tick, replica)
     timed = header["mode"] != "untimed"
     return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
 
@@ -617,12 +705,85 @@ def _bills(
     return [bill(workload, price, log=log) for log in logs]
 
 
+NO_FAILURES = ("none", ["none"], ("none",))
+"""What says of failures that there are none."""
+
+
+def _parts(
+    workload: TraceWorkload,
+    header: events.Header,
+    changes: dict[str, Any],
+    routing: dict[str, Any],
+    plugins: Plugins | None,
+) -> RecordedParts:
+    """Return the parts of the run again: those of a cluster where it was or is to be one."""
+    given = [name for name, value in routing.items() if value is not None]
+    if header.replicas or routing["replicas"] is not None:
+        from kvcore.config.recorded_cluster import RecordedCluster  # noqa: PLC0415 - of several
+
+        kind: type[RecordedParts] = RecordedCluster
+    elif given:
+        msg = (
+            f"{workload.file} is the trace of one server, which has no {given[0]}: give "
+            "--replicas too, to see what several of it would do"
+        )
+        raise InputError(msg)
+    else:
+        kind = RecordedParts
+    return kind(workload.file, header.as_dict(), workload, changes | routing, plugins)
+
+
+def _rerun_of(
+    parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
+) -> _Rerun | _ClusterRerun:
+    """Return what runs the requests of a trace again."""
+    if parts.many:
+        return _ClusterRerun(parts, trace, workload)
+    return _Rerun(parts, parts.cache(trace), workload)
+
+
+class _ClusterRerun:
+    """Runs the requests of a cluster's trace again, or those of a server on several."""
+
+    def __init__(
+        self, parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
+    ) -> None:
+        self._parts, self._workload = parts, workload
+        self._arguments = parts.cluster(trace)  # type: ignore[attr-defined]  # of RecordedCluster
+
+    def run(self, tick: Tick) -> RunLog:
+        """Serve every request."""
+        from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - of several servers
+
+        requests = ticked(self._workload, tick)
+        self._result = simulate_cluster(requests, **self._arguments, residency=False)
+        return self._result.log
+
+    def summary(self, log: RunLog) -> RunSummary:
+        """Return the summary of the second run."""
+        result = self._result
+        life, caches = result.lives[0][0], [each.cache for each in chain(*result.lives)]
+        cache, made = life.cache, self._parts
+        plugins = (
+            cache.eviction,
+            cache.prefix,
+            cache.retention,
+            made.scheduler(),
+            life.latency,
+        )
+        levels = () if cache.tiers is None else cache.tiers.levels
+        used = [*filter(None, plugins), *(level.tier for level in levels), result.router]
+        evicted = sum(c.tree.evicted_blocks + c.tree.expired_blocks for c in caches)
+        return RunSummary.of(made.rerun(used), log, result.stats, evicted, timed=True)
+
+
 class _Rerun:
     """Runs the requests of a trace again."""
 
     def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
+        self._drafter = None if parts.config.drafter is None else parts.built("drafter")
 
     def run(self, tick: Tick) -> RunLog:
         """Serve every request: in the loop under the model's clock, or serially without one."""
@@ -635,11 +796,22 @@ class _Rerun:
             return self._replayed(requests)
         scheduler, latency = self._server
         latency.bind()
+        executor = TellingExecutor(latency, told) if told else SimulatedExecutor(latency)
+        if drafter := self._drafter:
+            from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
+
+            if told:
+                msg = (
+                    f"drafter {drafter.name!r} with texts that publish what they generate, "
+                    "which a run alone knows: give drafter 'none'"
+                )
+                raise InputError(msg)
+            executor = SpeculativeSimulator(latency, drafter)
         loop, _ = serve(
             requests,
             self._cache,
             scheduler,
-            TellingExecutor(latency, told) if told else SimulatedExecutor(latency),
+            executor,
             self._parts.batching,
             slo=self._parts.slo,
             rate_scale=self._parts.config.rate_scale,
@@ -652,7 +824,14 @@ class _Rerun:
         cache, prefix = self._cache, self._cache.prefix
         levels = () if cache.tiers is None else cache.tiers.levels
         tiers = [level.tier for level in levels]
-        plugins = (cache.eviction, prefix, cache.retention, *(self._server or ()), *tiers)
+        plugins = (
+            cache.eviction,
+            prefix,
+            cache.retention,
+            *(self._server or ()),
+            self._drafter,
+            *tiers,
+        )
         evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         config = self._parts.rerun(filter(None, plugins))
         return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)
@@ -668,16 +847,21 @@ class _Rerun:
 
 
 def _verified(
-    file: Path, header: events.Header, slo: SLO | None, tick: Tick = unseen
-) -> Recorded:
+    file: Path,
+    header: events.Header,
+    slo: SLO | None,
+    tick: Tick = unseen,
+    replica: int | str | None = None,
+) -> Recorded | RecordedLives:
     """Check every line of a trace; return the log of its requests.
 
     Raises:
         InputError, TraceError: as `whatif` does.
     """
-    reader = TraceReader(file)
-    checker: TraceChecker | None = None
-    recorded = Recorded(reader, header, slo)
+    whole = replica is None
+    reader = TraceReader(file) if whole else ServerReader(file, replica)
+    checker: Checker | None = None
+    recorded = (RecordedLives if header.replicas and whole else Recorded)(reader, header, slo)
     for event in ticked(reader, tick):
         checker = check_event(reader, checker, event)
         recorded.take(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Keys
-from operator import sub
+from operator import attrgetter, sub
 from typing import Any, TypeAlias
 
 import attrs
@@ -335,6 +335,13 @@ class CacheStats:
     lost_tokens: int = 0
     looked_up: int = 0
     ratio_sum: float = 0.0
+
+    @classmethod
+    def sum(cls, stats: Iterable[CacheStats]) -> CacheStats:
+        """Return the sums of the counts of several caches."""
+        caches = list(stats)
+        names = attrs.fields_dict(cls)
+        return cls(**{name: sum(map(attrgetter(name), caches)) for name in names})
 
     def admitted(
         self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, resumed: bool

@@ -34,7 +34,7 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
-    """Hears what a tree stores and loses: the tiers below it, or a router. Called between two changes."""
+    """Hears what a tree stores and loses, between two changes: tiers below it, or a router."""
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored. It is pinned."""

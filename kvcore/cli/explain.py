@@ -11,7 +11,7 @@ import click
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cli.options import part_options, price_option, shared
+from kvcore.cli.options import part_options, price_option, replica_option, shared
 from kvcore.cli.output import (
     emit_json,
     json_option,
@@ -52,6 +52,7 @@ ACCOUNTING = "keys"
     default=5,
     help="Number of rows in the rankings of a summary.",
 )
+@replica_option
 @part_options
 @shared("blocks", text="Number of KV blocks in the pool that a workload is replayed in.")
 @click.option(
@@ -85,6 +86,7 @@ def explain(
     summary: bool,
     top: int,
     price: PriceModel | None,
+    replica: str | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -96,19 +98,26 @@ def explain(
 
     With --price, SOURCE is a workload, such as the log of a chat API, and it is explained why
     the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
+
+    Of a cluster each request is explained by the replica that served it last; what another
+    replica had when it was routed was lost by the router.
     """
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
         raise InputError(f"{msg}, not both" if summary else msg)
     plugins = Plugins()
+    is_trace = price is None and _is_trace(source, plugins)
+    if replica is not None and not is_trace:
+        msg = f"{source} is a workload, which has no replicas: leave --replica out"
+        raise InputError(msg)
     if price is not None:
         _billed(source, request, price, given, plugins, as_json=as_json)
         return
-    if _is_trace(source, plugins):
+    if is_trace:
         _refuse(source, given)
         path = input_path(source)
         with reading("explaining", path) as tick:
-            explanation = explain_trace(path, tick=tick)
+            explanation = explain_trace(path, replica=replica, tick=tick)
     else:
         explanation = _replayed(source, plugins, given)
     if summary:

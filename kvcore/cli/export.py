@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcore.cli.options import replica_option
 from kvcore.cli.output import emit_json, file_path, input_file, json_option, reading
 from kvcore.cli.verb import echo, verb
-from kvcore.errors import StorageError
+from kvcore.errors import InputError, StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
 from kvcore.progress import Tick
 from kvcore.units import DECIMAL, format_bytes
@@ -27,17 +28,17 @@ USUAL_KEY_TOKENS = 512
 """Tokens of a key in the traces that Mooncake's authors published."""
 
 
-def _events(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
+def _events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
     from kvcore.kv_events import RecordingWriter, event_batches  # noqa: PLC0415 - a slow room
 
     batches = 0
     with RecordingWriter(out, engine="kvcore") as recording:
-        for batches, batch in enumerate(event_batches(trace, tick), 1):
+        for batches, batch in enumerate(event_batches(trace, tick, replica), 1):
             recording.batch(batch, seq=batches - 1)
     return {"batches": batches}
 
 
-def _announce(trace: Path, out: Path, *, force: bool) -> None:
+def _announce(trace: Path, out: Path, replica: str | None, *, force: bool) -> None:
     """Print a notice of how large the events of a trace will be, if they are many.
 
     Raises:
@@ -46,7 +47,7 @@ def _announce(trace: Path, out: Path, *, force: bool) -> None:
     from kvcore.kv_events import ExportSize  # noqa: PLC0415 - as above
 
     with reading("counting", trace) as tick:
-        size = ExportSize.of(trace, tick)
+        size = ExportSize.of(trace, tick, replica)
     asked = size.bytes(compressed=compressor(out) is not None)
     about = (
         f"about {format_bytes(asked, DECIMAL)}: {size.tokens:,} stand-ins for the token ids "
@@ -64,10 +65,12 @@ def _announce(trace: Path, out: Path, *, force: bool) -> None:
         echo(f"kvcore: writing {about}", err=True)
 
 
-def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
+def _publish(
+    trace: Path, address: str, replay: str | None, replica: str | None
+) -> dict[str, Any]:
     from kvcore.kv_events import Publisher, encode, event_batches  # noqa: PLC0415 - as above
 
-    payloads = map(encode, event_batches(trace))
+    payloads = map(encode, event_batches(trace, replica=replica))
     # A file that is no trace is refused before a subscriber is waited for.
     first = list(islice(payloads, 1))
     with Publisher(address, replay) as publisher:
@@ -75,32 +78,42 @@ def _publish(trace: Path, address: str, replay: str | None) -> dict[str, Any]:
         return {"batches": publisher.serve_all(chain(first, payloads))}
 
 
-def _router_events(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
+def _router_events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
     from kvcore.kv_events import dynamo_batches, encode, write_lines  # noqa: PLC0415 - as above
 
-    lines = (encode(batch) + b"\n" for batch in dynamo_batches(trace, tick=tick))
+    worker = 0 if replica is None else int(replica.partition(":")[0])
+    batches = dynamo_batches(trace, worker, tick, replica)
+    lines = (encode(batch) + b"\n" for batch in batches)
     return {"events": write_lines(out, lines)}
 
 
-def _requests(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
+def _requests(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
     from kvcore.kv_events import MooncakeRows, write_lines  # noqa: PLC0415 - as above
 
+    _refuse(replica, "mooncake has the requests of all replicas")
     rows = MooncakeRows(trace, tick)
     found: dict[str, Any] = {"requests": write_lines(out, rows)}
     return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
 
 
-def _tracks(trace: Path, out: Path, tick: Tick) -> dict[str, Any]:
+def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
     from kvcore.kv_events import write_lines  # noqa: PLC0415 - as above
     from kvcore.report.perfetto import PerfettoTrace  # noqa: PLC0415 - for this format alone
 
+    _refuse(replica, "perfetto has all replicas, each with processes of its own")
     document = PerfettoTrace(trace, tick)
     write_lines(out, document)
     counts = {name: getattr(document, name) for name in ("requests", "tracks", "evictions")}
     return {"events": document.written, **counts}
 
 
-FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
+def _refuse(replica: str | None, why: str) -> None:
+    if replica is not None:
+        msg = f"--to {why}: leave --replica out"
+        raise InputError(msg)
+
+
+FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     "vllm": _events,
     "dynamo": _router_events,
     "mooncake": _requests,
@@ -140,6 +153,7 @@ FORMATS: dict[str, Callable[[Path, Path, Tick], dict[str, Any]]] = {
     metavar="ADDRESS",
     help="Address at which batches are sent again on request, with --zmq.",
 )
+@replica_option
 @click.option(
     "--force", is_flag=True, help="Write also where the disk seems to have too little space."
 )
@@ -151,6 +165,7 @@ def export(
     out: Path | None,
     zmq: str | None,
     replay: str | None,
+    replica: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -162,11 +177,11 @@ def export(
     if out is not None and zmq is None and replay is None:
         refuse_overwrite(out, [trace])
         if kind == "vllm":
-            _announce(trace, out, force=force)
+            _announce(trace, out, replica, force=force)
         with reading("exporting", trace) as tick:
-            found = FORMATS[kind](trace, out, tick)
+            found = FORMATS[kind](trace, out, tick, replica)
     elif out is None and zmq is not None and kind == "vllm":
-        found = _publish(trace, zmq, replay)
+        found = _publish(trace, zmq, replay, replica)
     else:
         msg = "give --out FILE, or with --to vllm --zmq ADDRESS and perhaps --replay"
         raise click.UsageError(msg)

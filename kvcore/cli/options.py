@@ -158,6 +158,7 @@ poolwide_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
     shared("retention", text=f"{option_help('retention')}  [default: none]"),
     shared("latency"),
+    shared("drafter", text=f"{option_help('drafter')}  [default: none]"),
 )
 
 policy_options = all_of(poolwide_options, shared("tier"))
@@ -196,6 +197,13 @@ config_option = click.option(
     help="TOML file with options; those on the command line win.",
 )
 """The `--config` option. Further options of the command need no mention of it."""
+
+replica_option = click.option(
+    "--replica",
+    metavar="NUMBER[:LIFE]",
+    help="Number of the replica, where the trace is of a cluster; of one that failed and "
+    "returned also which of its lives, such as 1:2.",
+)
 
 part_options = all_of(
     shared("limit", text=f"{option_help('limit')}  [default: all]"), shared("window")

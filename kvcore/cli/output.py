@@ -81,6 +81,20 @@ def terminal_width() -> int | None:
     return get_terminal_size().columns if results().isatty() else None
 
 
+def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Return a time above 0, in seconds."""
+    if value is None:
+        return None
+    try:
+        time = parse_seconds(value) / NS_PER_S
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+    if not time:
+        msg = "must be above 0 seconds"
+        raise click.BadParameter(msg, ctx, param)
+    return time
+
+
 def emit_json(payload: Mapping[str, Any]) -> None:
     """Print `payload` on stdout as indented JSON and a newline.
 

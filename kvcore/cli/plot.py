@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import click
 
 from kvcore.analysis.timeline import Timeline
+from kvcore.cli.options import replica_option
 from kvcore.cli.output import picture_option, plot_file, reading
 from kvcore.cli.simulate import TRACE
 from kvcore.cli.verb import echo, verb
@@ -33,8 +34,9 @@ KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency
     help="What to draw: blocks and requests over time; hit ratios over time; how long blocks "
     "rested; what requests did; or how long they took.",
 )
+@replica_option
 @picture_option("-o", "--out", required=True, help="File for the plot: .png or .svg.")
-def plot(*, source: str, kind: PlotKind, out: Path) -> None:
+def plot(*, source: str, kind: PlotKind, replica: str | None, out: Path) -> None:
     """Plot a TRACE, or the RESULT of a run: a directory that `--out` of simulate or run wrote.
 
     All kinds but `latency` need the trace, which a RESULT has too. What of a TRACE that is cut
@@ -57,9 +59,9 @@ def plot(*, source: str, kind: PlotKind, out: Path) -> None:
         )
         raise InputError(msg)
     with plot_file(out, [trace]) as write, reading("plotting", trace) as tick:
-        timeline = Timeline.read(trace, tick=tick)
+        timeline = Timeline.read(trace, replica=replica, tick=tick)
         if kind == "ages":
-            residency = rebuild_residency(trace)
+            residency = rebuild_residency(trace, replica)
             write(lambda form: plots.ages(residency, timeline.header, form))
         elif kind == "latency":
             write(lambda form: plots.latency(plots.Latencies.of(timeline), form))

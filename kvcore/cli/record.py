@@ -20,6 +20,7 @@ from kvcore.cli.output import (
     json_option,
     line_seconds,
     print_table,
+    seconds,
 )
 from kvcore.cli.verb import Count, echo, escaped, verb
 from kvcore.errors import InputError
@@ -36,20 +37,6 @@ UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 REDRAW_SECONDS = 0.2
 ERASE = "\r\x1b[K"
-
-
-def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return a time above 0, in seconds."""
-    if value is None:
-        return None
-    try:
-        time = parse_seconds(value) / NS_PER_S
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-    if not time:
-        msg = "must be above 0 seconds"
-        raise click.BadParameter(msg, ctx, param)
-    return time
 
 
 def rotation(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kvcore.cli.options import replica_option
 from kvcore.cli.output import page_option, progress, write_page
 from kvcore.cli.verb import verb
 from kvcore.errors import InputError
@@ -17,11 +18,14 @@ from kvcore.files import input_path, refuse_overwrite
     "kvcore report lru lfu compare.json -o report.html --title 'LRU or LFU?'",
 )
 @click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=click.Path())
+@replica_option
 @page_option(required=True)
 @click.option(
     "--title", metavar="TEXT", help="Title of the page.  [default: names the results]"
 )
-def report(*, results: tuple[str, ...], out: Path, title: str | None) -> None:
+def report(
+    *, results: tuple[str, ...], replica: str | None, out: Path, title: str | None
+) -> None:
     """Make a page that reports results: one file to send, which opens offline.
 
     A RESULT is a folder that `simulate --out` or `run --out` wrote; a trace; the JSON that
@@ -39,4 +43,4 @@ def report(*, results: tuple[str, ...], out: Path, title: str | None) -> None:
     paths = [input_path(result) for result in results]
     read = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
     refuse_overwrite(out, read)
-    write_page(out, lambda: report_page(paths, title=title, progress=progress))
+    write_page(out, lambda: report_page(paths, title=title, replica=replica, progress=progress))

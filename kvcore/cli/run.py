@@ -110,6 +110,12 @@ ANNOUNCED = 1 << 30
     metavar="FILE",
     help="CSV file to write the time of every step to, for `calibrate`; wall clock only.",
 )
+@click.option(
+    "--acceptance",
+    callback=file_path,
+    metavar="FILE",
+    help="File for the drafts that were accepted, which the drafter `acceptance` reads.",
+)
 @json_option
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
@@ -132,7 +138,12 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         max_output=given["max_output"],
         naming=naming(given["config"], from_file),
     )
-    step_times, out = given["step_times"], given["out"]
+    step_times, out, acceptance = given["step_times"], given["out"], given["acceptance"]
+    if acceptance is not None:
+        if engine.config.drafter is None:
+            msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
+            raise InputError(msg)
+        refuse_overwrite(acceptance, engine.workload.options().values())
     if step_times is not None:
         refuse_overwrite(step_times, engine.workload.options().values())
     with (
@@ -142,6 +153,8 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         result = _serve(engine, trace, residency=given["residency"], live=given["live"])
         if times is not None:
             write_steps(times, result.steps)
+        if acceptance is not None:
+            result.write_acceptance(acceptance)
         document = _document(engine, given["prompts"], result)
         write_metrics(result, document)
         if out is not None:
@@ -240,7 +253,7 @@ def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
     whole = limit is None or requests < limit
-    first = "the first request" if limit == 1 else f"the first {limit:,} requests"
+    first = "the first request" if limit == 1 else f"the first {limit or 0:,} requests"
     which = "all requests" if whole else first
     return (
         f"Computed: {engine.generator.name} on {engine.backend.name} in "

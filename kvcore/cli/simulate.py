@@ -115,6 +115,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
             result.write(out, **more)
     saturation = result.saturation
     searching = given["search"] and saturation is not None and saturation.saturated
+    searching = searching and result.drafter is None  # it decodes without drafts
     if given["as_json"]:
         if searching:
             document["saturation"] |= {"holds": _searched(parts, result)}
@@ -245,7 +246,14 @@ def _directory(path: Path) -> Iterator[None]:
 def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[str, Any]:
     """Return the JSON document of a run."""
     cache = result.cache
-    plugins = (scheduler, cache.eviction, cache.prefix, cache.retention, result.latency)
+    plugins = (
+        scheduler,
+        cache.eviction,
+        cache.prefix,
+        cache.retention,
+        result.latency,
+        result.drafter,
+    )
     tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
     return {**result.summary(), "config": parts.describe(*plugins, *tiers)}
 

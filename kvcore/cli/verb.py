@@ -153,11 +153,15 @@ HEADINGS = {
         *("clock", "weights_dtype", "needle_generator", "threads"),
     ),
     "Pool": (*("blocks", "memory", "block_size", "accounting", "allocation", "sizes", "tier"),),
-    "Policies": ("eviction", "scheduler", "prefix", "retention", "budget", "latency", "seed"),
-    "Cluster": ("replicas", "router", "view", "fail", "autoscale", "disaggregate"),
+    "Policies": (
+        *("eviction", "scheduler", "prefix", "retention", "budget", "latency", "drafter"),
+        "seed",
+    ),
+    "Cluster": ("replicas", "router", "routers", "view", "fail", "autoscale", "disaggregate"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
-        *("residency", "trace", "out", "live", "csv", "step_times", "export", "prometheus"),
+        *("residency", "trace", "out", "live", "csv", "step_times", "acceptance", "export"),
+        "prometheus",
         *("as_json", "at", "picture", "plot_axis"),
     ),
     REST: (),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kvcore.cli.options import replica_option
 from kvcore.cli.output import input_file, page_option, progress, write_page
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
@@ -40,6 +41,7 @@ from kvcore.units import parse_seconds, parse_window
     help="Time of the trace at which the page opens; beyond the end, it is the end.  "
     "[default: the eviction that cost most]",
 )
+@replica_option
 @click.option(
     "--events",
     type=click.IntRange(min=1),
@@ -55,6 +57,7 @@ def view(
     port: int,
     window: str | None,
     at: str | None,
+    replica: str | None,
     events: int,
 ) -> None:
     """Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.
@@ -77,6 +80,7 @@ def view(
         traces,
         window=Window(start, end, events),
         at=None if at is None else parse_seconds(at),
+        replica=replica,
         progress=progress,
         notify=lambda notice: echo(f"kvcore: {notice}", err=True),
     )

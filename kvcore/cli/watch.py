@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 import orjson
 
+from kvcore.cli.options import replica_option
 from kvcore.cli.output import input_file
 from kvcore.cli.verb import results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
-from kvcore.trace import TraceReader
+from kvcore.trace import ServerReader
 from kvcore.units import NS_PER_S, parse_seconds
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     metavar="SECONDS",
     help="Time of the trace at which to stop.",
 )
+@replica_option
 @click.option(
     "--every",
     callback=seconds,
@@ -76,7 +78,13 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     help="Time of the trace between two lines, where stdout is no terminal.",
 )
 def watch(
-    *, trace: Path, speed: float | None, begin: int | None, end: int | None, every: int
+    *,
+    trace: Path,
+    speed: float | None,
+    begin: int | None,
+    end: int | None,
+    replica: str | None,
+    every: int,
 ) -> None:
     """Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.
 
@@ -98,13 +106,15 @@ def watch(
         if end is not None:
             last = end if last is None else min(end, last)
         player = Player(shown, speed, begin=begin or 0, end=last)
-        reader = _Follower(written, player.idle) if follows else TraceReader(written)
+        reader = ServerReader(written, replica)
+        if follows:
+            reader = _Follower(written, player.idle, replica)
         stopped = _play(reader, player, inf if end is None else end)
     if not stopped:
         reader.require_complete()
 
 
-def _play(reader: TraceReader, player: Player, end: float) -> bool:
+def _play(reader: ServerReader, player: Player, end: float) -> bool:
     """Show the events of a trace; return True if there are some after `end` (ns)."""
     for event in reader:
         if event.t > end:
@@ -132,7 +142,7 @@ def _last_time(path: Path) -> int | None:
     tail = b""
     try:
         with path.open("rb") as file:
-            for piece in decompressed(file, TraceReader.expansion):
+            for piece in decompressed(file, ServerReader.expansion):
                 tail = (tail + piece)[-TAIL_BYTES:]
         time = orjson.loads(tail.rstrip(b"\n").rpartition(b"\n")[2])["t"]
     except (OSError, CutError, DamageError, ValueError, LookupError, TypeError):
@@ -140,11 +150,11 @@ def _last_time(path: Path) -> int | None:
     return time if type(time) is int else None
 
 
-class _Follower(TraceReader):
+class _Follower(ServerReader):
     """Reads a trace while it is written, until its writer is gone."""
 
-    def __init__(self, file: Path, idle: Callable[[], None]) -> None:
-        super().__init__(file)
+    def __init__(self, file: Path, idle: Callable[[], None], replica: str | None) -> None:
+        super().__init__(file, replica)
         self._idle = idle
 
     def _open(self) -> BinaryIO:

@@ -21,13 +21,15 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
+from kvcore.cluster.autoscale import Autoscaler
 from kvcore.cluster.cluster import MOVED, Cluster
+from kvcore.cluster.planner import Phase, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.result import Phases, Transfers
 from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
-from kvcore.request import Request
+from kvcore.request import SLO, Request
 from kvcore.serving.scheduler import DECODE, Job
 from kvcore.tiers.tier import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
@@ -36,7 +38,7 @@ POOLS = ("prefill", "decode", "mixed")
 """What replicas of a cluster with split phases do, in the order of their numbers."""
 
 FULL = 0.9
-"""Share of its blocks in use from which on a replica counts as full, and another is borrowed."""
+"""Share of its blocks in use from which on a replica is full, and another is borrowed."""
 
 
 def _rate(text: str) -> int:
@@ -130,7 +132,10 @@ class Split:
     def __str__(self) -> str:
         """Return the split as `parse` reads it."""
         seconds = f"{self.latency / NS_PER_S:.9f}".rstrip("0").rstrip(".")
-        fields = attrs.asdict(self) | {"bandwidth": f"{self.bandwidth}B", "latency": f"{seconds}s"}
+        fields = attrs.asdict(self) | {
+            "bandwidth": f"{self.bandwidth}B",
+            "latency": f"{seconds}s",
+        }
         return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -367,6 +372,19 @@ class PhaseCluster(Cluster):
         self._replicas = replicas
         return any(d.view.wants_events and d.router.uses_hits for d in self.pools.values())
 
+    def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
+        """Return what starts and stops prefill and decode replicas; mixed ones are all up."""
+        phases: tuple[Phase, Phase] = ("prefill", "decode")
+        return [
+            Autoscaler(
+                type(planner)(**planner.options()),
+                [each for each in self.servers if self.split.pool(each.number) == phase],
+                slo,
+                phase,
+            )
+            for phase in phases
+        ]
+
     def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
         number = server.number
         return self.pools[self.split.pool(number)], self._replicas[number]
@@ -443,6 +461,8 @@ class PhaseCluster(Cluster):
             return None
         server = self.servers[replica.number]
         server.sent[request.id] = arrival, request
+        if server.number in self._scaler_of:
+            self._scaler_of[server.number].sent(request.prompt_tokens)
         if self._trace is not None:
             self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
         return server

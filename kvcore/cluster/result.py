@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -16,6 +15,7 @@ from kvcore.cluster.autoscale import Change
 from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
+from kvcore.serving.drafter import DraftStats
 from kvcore.serving.loop import RunLog
 from kvcore.serving.result import (
     SCHEMA,
@@ -133,13 +133,15 @@ class ClusterResult(Outcome):
     @cached_property
     def stats(self) -> CacheStats:
         """The counts of the caches of all replicas."""
-        return _sum(each.cache.stats for each in chain.from_iterable(self.lives))
+        return CacheStats.sum(each.cache.stats for each in chain.from_iterable(self.lives))
 
     @cached_property
     def reuse_ratio(self) -> HitRatio:
         """Hit ratio with what was loaded from tiers."""
         caches = [each.cache for each in chain.from_iterable(self.lives)]
-        stats = _sum(c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches)
+        stats = CacheStats.sum(
+            c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches
+        )
         return HitRatio(**stats.ratios())
 
     @cached_property
@@ -155,7 +157,7 @@ class ClusterResult(Outcome):
         ]
         came = self.log.arrival
         span = max(came, default=0) - min(came, default=0)
-        if not span:
+        if not span or self.log.drafts is not None:
             return None
         return sum((load or 0) * time for load, time in spans) / (span * len(self.lives))
 
@@ -227,6 +229,7 @@ class ClusterResult(Outcome):
                 for name, share in shares.items()
             },
             "replicas": [self._replica(number) for number in range(len(self.lives))],
+            **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
             **({} if self.phases is None else {"phases": self._phases(self.phases)}),
         }
 
@@ -269,7 +272,7 @@ class ClusterResult(Outcome):
             "steps": sum(each.log.steps for each in lives),
             "failures": len(lives) - 1,
             "ttft_s": self._mean_ttft_s[number],
-            "hit": hit_fields(_sum(each.cache.stats for each in lives)),
+            "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
             "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),
         }
 
@@ -290,13 +293,6 @@ class ClusterResult(Outcome):
 
     to_frame = Result.to_frame
     write = Result.write
-
-
-def _sum(stats: Iterable[CacheStats]) -> CacheStats:
-    """Return the sums of the counts of several caches."""
-    caches = list(stats)
-    names = attrs.fields_dict(CacheStats)
-    return CacheStats(**{name: sum(map(attrgetter(name), caches)) for name in names})
 
 
 def merge_logs(
@@ -335,4 +331,6 @@ def merge_logs(
         merged.steps += log.steps
         merged.busy_ps += log.busy_ps
         merged.own_slos += log.own_slos
+        if log.drafts is not None:
+            merged.drafts = (merged.drafts or DraftStats()).plus(log.drafts)
     return merged, [logs[place][0] for _, place, _ in order]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -193,18 +193,27 @@ class Dispatcher:
         # Prompt tokens that were not expected to hit; negative once the first token has come.
         self._sent: dict[int | str, int] = {}
 
-    def route(self, request: Request, now: int) -> Replica | None:
+    def route(self, request: Request, now: int, tried: Collection[int] = ()) -> Replica | None:
         """Return where the router sends `request`, which is counted; None: it is refused.
+
+        Args:
+            request: not in flight.
+            now: the time, ns.
+            tried: numbers of replicas that are not to be asked, though they may be up.
 
         Raises:
             PolicyError: the router failed, or answered with something else.
         """
-        router = self.router
+        router, up = self.router, self.up
+        if tried:
+            up = [each for each in up if each.number not in tried]
+        if not up:
+            return None
         if self._uses_hits:
             self._hits.clear()
             self._hits.update(self.view.find(request, now))
         try:
-            chosen = router.route(request, self.up, now)
+            chosen = router.route(request, up, now)
         except FAILURES as error:
             raise_policy_error(router, "route", error)
         if chosen is None:

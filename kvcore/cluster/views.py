@@ -69,8 +69,8 @@ class Holders:
         bit = 1 << replica
         self.discard(replica, [key for key, mask in self._masks.items() if mask & bit])
 
-    def find(self, keys: Keys[Key]) -> dict[int, int]:
-        """Return how many of a prompt's `keys`, from the first on, each holder has."""
+    def find(self, keys: Keys[Key], size: int, most: int) -> dict[int, int]:
+        """Return how much of a prompt each holder has: `size` for each key, at most `most`."""
         get = self._masks.get
         mask = get(keys[0], 0) if keys else 0
         if not mask:
@@ -88,15 +88,17 @@ class Holders:
                 if mask != held:
                     parts.append((low, held, middle, mask))
                 continue
-            ending = held & ~left
-            while ending:
-                bit = ending & -ending
-                found[bit.bit_length() - 1] = high
-                ending ^= bit
+            amount = min(high * size, most)
+            # Replicas that hold this key and not the next, the last one first.
+            ending = f"{held & ~left:b}"
+            last, at = len(ending) - 1, ending.find("1")
+            while at >= 0:
+                found[last - at] = amount
+                at = ending.find("1", at + 1)
         return found
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, on_setattr=attrs.setters.NO_OP)
 class SentIndex(PrefixView):
     """The router's own index: a prompt is cached where it was sent, for some time.
 
@@ -131,9 +133,7 @@ class SentIndex(PrefixView):
     def find(self, request: Request, now: int) -> Mapping[int, int]:
         """Return the tokens of the prompt that each replica is thought to have."""
         self._expire(now)
-        most, size = request.prompt_tokens, request.key_tokens
-        found = self._holders.find(request.keys)
-        return {replica: min(keys * size, most) for replica, keys in found.items()}
+        return self._holders.find(request.keys, request.key_tokens, request.prompt_tokens)
 
     def sent(self, request: Request, replica: int, now: int) -> None:
         """Remember that the prompt is cached there."""
@@ -253,16 +253,17 @@ class _Size:
         """Return the tokens of the prompt that would hit in each replica."""
         if self.layout is None:
             size, most = request.key_tokens, request.prompt_tokens
-            found = self.holders.find(request.keys)
-            return {replica: min(keys * size, most) for replica, keys in found.items()}
+            return self.holders.find(request.keys, size, most)
         keys, *_, limit = self.layout.lay_out(request)
         size, ratio, parts = self.layout.block_size, self.layout.ratio, self.parts
-        hits = {}
-        for replica, count in self.holders.find(keys[: -(-limit // ratio)]).items():
-            blocks = count * ratio
-            if ratio > 1:
-                blocks += parts.get((replica, keys[count - 1]), ratio) - ratio
-            hits[replica] = min(blocks, limit) * size
+        keys = keys[: -(-limit // ratio)]
+        hits = self.holders.find(keys, ratio * size, limit * size)
+        if parts:
+            for replica, tokens in hits.items():
+                last = (tokens - 1) // (ratio * size)
+                part = parts.get((replica, keys[last]))
+                if part is not None:
+                    hits[replica] = min(tokens, (last * ratio + part) * size)
         return hits
 
     def drop(self, replica: int) -> None:
@@ -286,7 +287,7 @@ class _Place:
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored."""
-        self.tell(self, now, True, span, blocks)
+        self.tell(self, now, span, blocks, stored=True)
         if self.below is not None:
             self.below.stored(span, blocks, now)
 
@@ -297,12 +298,12 @@ class _Place:
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to leave."""
-        self.tell(self, now, False, span, blocks)
+        self.tell(self, now, span, blocks, stored=False)
         if self.below is not None:
             self.below.leaving(span, blocks, now, reason)
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, on_setattr=attrs.setters.NO_OP)
 class EventsView(PrefixView):
     """What the replicas have told that they stored and evicted, some time after they did.
 
@@ -329,16 +330,20 @@ class EventsView(PrefixView):
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
         """Return the tokens of the prompt that each replica has, by what has been told."""
+        self.catch_up(now)
+        hits: dict[int, int] = {}
+        for size in self._sizes.values():
+            hits.update(size.find(request))
+        return hits
+
+    def catch_up(self, now: int) -> None:
+        """Take the events that have come by now."""
         coming, until = self._coming, now - self.delay
         while coming and coming[0].at <= until:
             event = heappop(coming)
             place = event.place
             if self._places.get(place.replica) is place:
                 place.size.apply(place.replica, event)
-        hits: dict[int, int] = {}
-        for size in self._sizes.values():
-            hits |= size.find(request)
-        return hits
 
     def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica tells that it has stored the blocks of `keys`."""
@@ -361,16 +366,16 @@ class EventsView(PrefixView):
         place = self._places[replica] = _Place(replica, blocks, self._hear)
         return place
 
-    def _hear(self, place: _Place, now: int, stored: bool, span: Span, blocks: int) -> None:
+    def _hear(self, place: _Place, now: int, span: Span, blocks: int, *, stored: bool) -> None:
         end, ratio = span.end, span.geometry.ratio
-        self._expect(place, now, stored, span.path_keys, end - blocks, end, ratio)
+        self._expect(place, now, span.path_keys, end - blocks, end, ratio, stored=stored)
 
     def _told(self, replica: int, keys: Keys[Key], now: int, *, stored: bool) -> None:
         if keys:
             place = self._places.get(replica) or self._place(replica, None, None)
-            self._expect(place, now, stored, keys, 0, len(keys), 1)
+            self._expect(place, now, keys, 0, len(keys), 1, stored=stored)
 
-    def _expect(self, place: _Place, at: int, stored: bool, *blocks: Any) -> None:
+    def _expect(self, place: _Place, at: int, *blocks: Any, stored: bool) -> None:
         """Let an event come after the delay."""
         self._serial += 1
         heappush(self._coming, _Event(at, self._serial, place, stored, *blocks))

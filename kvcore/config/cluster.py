@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
@@ -17,11 +17,8 @@ from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, Plugins
 from kvcore.trace import Trace
-from kvcore.trace.cluster import ClusterTrace
+from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
 from kvcore.workloads import Workload
-
-MOST_REPLICAS = 10_000
-"""More would be a mistake: each has a cache of its own."""
 
 
 class ClusterParts(RunParts):
@@ -53,22 +50,11 @@ class ClusterParts(RunParts):
             if config.allocation != "paged":
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
-        given = config.replicas
-        if self.split is not None:
-            given = self.split.replicas if given == 1 else given
-        tables: Sequence[Mapping[str, Any]] = (
-            [{"count": given}] if isinstance(given, int) else given
-        )
-        self.groups: list[tuple[int, RunParts]] = []
-        alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
-        for table in tables:
-            own = {name: value for name, value in table.items() if name != "count"}
-            # Whichever says how large the pool is, replaces the other.
-            sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
-            with self._about("replicas"):
-                mine = attrs.evolve(config, **{**alone, **sized, **own})
-                parts = RunParts(mine, self.plugins, workload=self.workload) if own else self
-            self.groups.append((table.get("count", 1), parts))
+        with self._about("drafter"):
+            if config.drafter is not None and config.disaggregate is not None:
+                msg = "replicas with split phases decode without one: leave it out"
+                raise InputError(msg)
+        self.groups = self._grouped()
         with self._about("replicas"):
             if sum(count for count, _ in self.groups) > MOST_REPLICAS:
                 msg = f"more than {MOST_REPLICAS:,} are too many"
@@ -82,6 +68,32 @@ class ClusterParts(RunParts):
                 )
                 raise InputError(msg)
             _ = self.phases()
+
+    def _grouped(self) -> list[tuple[int, RunParts]]:
+        """Return the numbers of replicas that are alike, and their parts."""
+        groups: list[tuple[int, RunParts]] = []
+        alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
+        for count, own in self.tables:
+            # Whichever says how large the pool is, replaces the other.
+            sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
+            with self._about("replicas"):
+                mine = attrs.evolve(self.config, **{**alone, **sized, **own})
+                parts = RunParts(mine, self.plugins, workload=self.workload) if own else self
+            groups.append((count, parts))
+        return groups
+
+    @property
+    def tables(self) -> list[tuple[int, dict[str, Any]]]:
+        """The numbers of replicas that are alike, and options of their own, as asked for."""
+        given = self.config.replicas
+        if given == 1 and self.split is not None:
+            given = self.split.replicas
+        if isinstance(given, int):
+            return [(given, {})]
+        return [
+            (table.get("count", 1), {k: v for k, v in table.items() if k != "count"})
+            for table in given
+        ]
 
     @cached_property
     def failures(self) -> list[Failure]:

@@ -192,6 +192,7 @@ class RunParts:
             "batching": self.batching,
             "slo": self.slo,
             "rate_scale": self.config.rate_scale,
+            **({} if self.config.drafter is None else {"drafter": self.built("drafter")}),
         }
 
     def built(self, kind: str, **defaults: Any) -> Any:

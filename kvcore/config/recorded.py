@@ -17,7 +17,7 @@ from kvcore.models.catalogue import find_model
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe
-from kvcore.plugins.options import Spec, takes_path
+from kvcore.plugins.options import Spec, as_text, takes_path
 from kvcore.request import SLO
 from kvcore.serving import Batching, LatencyModel
 from kvcore.trace.fields import plain, slo_field, slo_of
@@ -27,7 +27,12 @@ OF_CACHES = ("eviction", "prefix", "retention")
 
 OF_SERVERS = ("scheduler", "latency")
 
-TIMED = (*OF_SERVERS, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
+OPTIONAL = ("drafter",)
+
+OF_CLUSTERS = ("replicas", "routing")
+"""Fields of the header that no server by itself has."""
+
+TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
 """Options that only a run with a clock has."""
 
 
@@ -47,10 +52,25 @@ def recorded_config(
     """
     timed = header["mode"] != "untimed"
     _check_header(file, header, timed=timed)
+    return RunConfig(
+        mode="simulate" if timed else "compare",
+        workload=workload,
+        accounting=header["count"],
+        block_size=header["block_size"],
+        slo=slo_of(header["slo"]) if header.get("slo") else SLO(),
+        rate_scale=header.get("rate_scale", 1),
+        seed=header["seed"],
+        **_of_server(file, header, plugins),
+        **(_of_cluster(file, header, plugins) if "replicas" in header else {}),
+    )
+
+
+def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:
+    """Return the options of a server, which those of a cluster may have of their own."""
     recorded: dict[str, Any] = {
         kind: partial(_rebuilt, file, kind, recorded, plugins)
         for kind, recorded in header["plugins"].items()
-        if kind in (*OF_CACHES, *OF_SERVERS)
+        if kind in (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
     }
     deployment = _deployment(header)
     if "codec" in deployment:
@@ -59,23 +79,50 @@ def recorded_config(
         caps = attrs.asdict(Batching(**header.get("batching", {})))
     except TypeError as error:
         raise _no_batching(file, header["batching"], error) from error
-    return RunConfig(
-        mode="simulate" if timed else "compare",
-        workload=workload,
-        accounting=header["count"],
-        block_size=header["block_size"],
-        blocks=header["blocks"],
-        slo=slo_of(header["slo"]) if header.get("slo") else SLO(),
-        rate_scale=header.get("rate_scale", 1),
-        seed=header["seed"],
-        tier=tuple(
-            partial(_rebuilt_tier, file, recorded, plugins)
-            for recorded in header.get("tiers", ())
-        ),
+    tiers = header.get("tiers", ())
+    return {
+        "blocks": header["blocks"],
+        "tier": tuple(partial(_rebuilt_tier, file, tier, plugins) for tier in tiers),
         **deployment,
         **caps,
         **recorded,
-    )
+    }
+
+
+def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:
+    """Return the options of a cluster: its replicas, and what divides requests among them."""
+    routing, router = header.get("routing", {}), header["plugins"].get("router")
+    if router is None or not {"view", "fail"} <= routing.keys():
+        msg = f"{file}: the header says nothing of the routing, so it cannot be made again"
+        raise InputError(msg)
+    tables = [
+        {"count": count, **(_of_server(file, own, plugins) if own != alone else {})}
+        for alone in [next(own for _, own in replica_groups(header))]
+        for count, own in replica_groups(header)
+    ]
+    planner = routing.get("autoscale")
+    return {
+        "replicas": tables[0]["count"] if len(tables) == 1 else tables,
+        "router": partial(_rebuilt, file, "router", router, plugins),
+        "view": routing["view"],
+        "fail": routing["fail"],
+        "autoscale": planner and str(Spec(planner["name"], _texts(planner["options"]))),
+    }
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: as_text(value) for name, value in options.items() if value is not None}
+
+
+def replica_groups(header: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return how many replicas of a cluster are alike, and what a header says of these."""
+    alone = {name: value for name, value in header.items() if name not in OF_CLUSTERS}
+    plugins = {kind: each for kind, each in header["plugins"].items() if kind != "router"}
+    alone["plugins"] = plugins
+    return [
+        (record["count"], {**alone, **{k: v for k, v in record.items() if k != "count"}})
+        for record in header.get("replicas", ({"count": 1},))
+    ]
 
 
 def _deployment(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +267,7 @@ class RecordedParts(RunParts):
         self.timed = header["mode"] != "untimed"
         changes = {name: value for name, value in changes.items() if value is not None}
         self._check_changes(changes)
-        self._changed = changes.keys()
+        self._changes, self._changed = changes, changes.keys()
         plugins = plugins or Plugins()
         recorded = recorded_config(file, header, workload, plugins)
         config = self._changed_config(recorded, changes)
@@ -265,7 +312,7 @@ class RecordedParts(RunParts):
         """Return the configuration in which the trace was recorded, as JSON has it."""
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
-        kinds = (*OF_CACHES, *OF_SERVERS)
+        kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
         return {
             "blocks": header["blocks"],
             "block_size": header["block_size"],

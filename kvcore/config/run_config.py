@@ -112,8 +112,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "blocks", "memory", "eviction", "prefix"),
-    *("retention", "tier", "latency", "scheduler", "max_tokens", "max_seqs", "steps"),
-    *("chunked", "watermark"),
+    *("retention", "tier", "latency", "scheduler", "drafter", "max_tokens", "max_seqs"),
+    *("steps", "chunked", "watermark"),
 )
 """Options that servers of a cluster may have of their own."""
 
@@ -159,6 +159,8 @@ class RunConfig:
             weights, and in mode `run` 256 MiB.
         eviction, prefix, retention, scheduler, latency, generator, backend: plugins.
             `retention` None: running sequences keep all their blocks.
+        drafter: the plugin that drafts tokens, which a step verifies; None: a step gives one
+            token a sequence.
         tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
             nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
         max_tokens, max_seqs, steps, chunked, watermark: as in `Batching`.
@@ -223,6 +225,9 @@ class RunConfig:
     )
     latency: PluginChoice = _option(
         Spec("roofline"), "Latency model: how many seconds a step takes."
+    )
+    drafter: PluginChoice | None = _option(
+        None, "Drafter: tokens that the model verifies in one step, speculative decoding."
     )
     max_tokens: int = _option(CAPS.max_tokens, "Largest number of tokens in a step.")
     max_seqs: int = _option(CAPS.max_seqs, "Largest number of sequences in a step.")
@@ -394,7 +399,7 @@ def read_option(name: str, value: Any) -> Any:
     Raises:
         InputError: a value that the option cannot have; begins with the option's name.
     """
-    if name == "retention" and value in ("none", Spec("none")):
+    if name in ("retention", "drafter", "autoscale") and value in ("none", Spec("none")):
         return None
     choices = option_choices(name)
     try:

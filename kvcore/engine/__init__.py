@@ -3,6 +3,7 @@
 from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.compaction import Compactor
+from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
 from kvcore.engine.generator import Attend, AttendOptions, Generator, Rotary
 from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
 from kvcore.models.codec import Codec, Plane
@@ -14,6 +15,8 @@ __all__ = [
     "Codec",
     "Compactor",
     "DeviceMemory",
+    "Draft",
+    "DraftSequence",
     "Generator",
     "HeldTokens",
     "Plane",
@@ -23,5 +26,6 @@ __all__ = [
     "ScoreRetention",
     "Tensor",
     "TensorLayout",
+    "TokenDrafter",
     "TokenRetention",
 ]

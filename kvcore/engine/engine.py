@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -11,13 +14,18 @@ from kvcore.cache import KVCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
+from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
+from kvcore.serving.acceptance import DraftedStep, write_acceptance
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve
+
+if TYPE_CHECKING:
+    from kvcore.serving.drafter import Drafter
 
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)
@@ -28,11 +36,26 @@ class RunResult(Result):
         outputs: generated token ids, by request id.
         steps: duration of each step, under the wall clock; empty under the model's.
         scheduler: the scheduler of the run.
+        drafted: what became of the drafts of every step of a request; empty without a
+            drafter.
     """
 
     outputs: dict[int | str, list[int]]
     steps: list[MeasuredStep]
     scheduler: Scheduler
+    drafted: list[DraftedStep] = attrs.field(factory=list)
+
+    def write_acceptance(self, path: Path | str) -> None:
+        """Write which drafts were accepted, for the drafter `acceptance` of simulations.
+
+        Raises:
+            InputError: the run had no drafter.
+            StorageError: the disk refused what was written.
+        """
+        if self.log.drafts is None:
+            msg = "no drafts were verified: run with a drafter, such as prompt-lookup"
+            raise InputError(msg)
+        write_acceptance(path, self.log.drafts.probabilities(), self.drafted)
 
 
 def run(
@@ -54,6 +77,7 @@ def run(
     threads: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
+    drafter: Drafter | type[Drafter] | str | None = None,
 ) -> RunResult:
     """Serve `workload` by computing it. All decisions are those of `simulate`.
 
@@ -86,6 +110,8 @@ def run(
             alone.
         fragmentation: whether to measure the use of memory, as for `simulate`.
         residency: whether to measure how long blocks rest, as for `simulate`.
+        drafter: drafts tokens that a step verifies; given as the generator is. None: a step
+            gives one token a sequence.
 
     Raises:
         InputError: the arguments do not fit one another, the backend or the generator
@@ -109,7 +135,13 @@ def run(
         if requests is workload and first is not None:
             workload = chain((first,), requests)
     with built_backend.limit_threads(threads, built_generator.spec):
-        executor = TensorExecutor(
+        executor_of: Callable[..., TensorExecutor] = TensorExecutor
+        built_drafter: Drafter | None = resolve("drafter", drafter)
+        if built_drafter is not None:
+            from kvcore.engine.speculation import SpeculativeTensorExecutor  # noqa: PLC0415
+
+            executor_of = partial(SpeculativeTensorExecutor, drafter=built_drafter)
+        executor = executor_of(
             cache,
             built_generator,
             built_backend,
@@ -147,4 +179,6 @@ def run(
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,
         scheduler=scheduler,
+        drafter=built_drafter,
+        drafted=getattr(executor, "drafted", []),
     )

@@ -12,13 +12,13 @@ from kvcore.cache import BlockPool, Ids, KVCache
 from kvcore.engine.backend import Backend, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.compaction import Compactor, token_retention
-from kvcore.engine.generator import AttendOptions, Generator
+from kvcore.engine.generator import Attend, AttendOptions, Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.codec import Codec
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import FAILURES, policy_error
+from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.calibration import MeasuredStep
@@ -33,7 +33,7 @@ Clock = Literal["model", "wall"]
 
 
 @attrs.frozen
-class _ScheduledSequence:
+class ScheduledSequence:
     """What one step computes of one job; the batch has a column for each of these.
 
     Attributes:
@@ -103,7 +103,7 @@ class TensorExecutor:
         self.mode: str = clock
         self.latency = latency
         self._timed = SimulatedExecutor(latency)
-        self.plugins = (latency, generator, backend)
+        self.plugins: tuple[Plugin, ...] = (latency, generator, backend)
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
         self._cache = cache
@@ -144,26 +144,32 @@ class TensorExecutor:
         sequences += [self._scheduled(job, job.length, 1, job.generated) for job in decoding]
         ended, named = self._append(sequences, self._forward(sequences))
         if self._wall:
-            self._backend.synchronize()
-            took_ns = perf_counter_ns() - began_ns
-            if self._mover is not None:
-                # What the loop has copied and waited for since the last step.
-                took_ns += self._mover.spent_ns
-                self._mover.spent_ns = 0
-            took_ps = took_ns * PS_PER_NS
-            self._measure(sequences, work, took_ps)
+            took_ps = self._spent_ps(began_ns, sequences, work)
         else:
             took_ps = self._timed.run(work, (), ()).took_ps
         return StepResult(took_ps, ended, named)
 
-    def _prefilled(self, job: Job, tokens: int) -> _ScheduledSequence:
+    def _spent_ps(
+        self, began_ns: int, sequences: Sequence[ScheduledSequence], work: StepWork
+    ) -> int:
+        """Return the picoseconds of the step that began at `began_ns`, and record them."""
+        self._backend.synchronize()
+        took_ns = perf_counter_ns() - began_ns
+        if self._mover is not None:
+            # What the loop has copied and waited for since the last step.
+            took_ns += self._mover.spent_ns
+            self._mover.spent_ns = 0
+        self._measure(sequences, work, took_ns * PS_PER_NS)
+        return took_ns * PS_PER_NS
+
+    def _prefilled(self, job: Job, tokens: int) -> ScheduledSequence:
         """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""
         last = job.computed + tokens == job.target and job.output_tokens
         return self._scheduled(job, job.computed, tokens, job.generated if last else None)
 
     def _scheduled(
         self, job: Job, position: int, tokens: int, output_index: int | None
-    ) -> _ScheduledSequence:
+    ) -> ScheduledSequence:
         """Return what the step computes of `job`: `tokens` tokens from `position` on."""
         request, seq = job.request, job.seq
         assert seq is not None
@@ -174,23 +180,27 @@ class TensorExecutor:
         # The table is without the blocks that a retention policy has dropped. K/V carries
         # its position, so it is attended to alike wherever in the table it lies.
         context = position - seq.dropped_tokens
-        blocks = -(-(context + tokens) // self._cache.geometry.block_size)
-        return _ScheduledSequence(
+        return ScheduledSequence(
             job,
             stream,
-            self._cache.block_table(seq)[:blocks],
+            self._blocks(job, context + tokens),
             context,
             position,
             stream.token_ids(position, position + tokens),
             output_index,
         )
 
-    def _forward(self, sequences: Sequence[_ScheduledSequence]) -> list[int | None]:
-        """Run the generator over the step; its K/V goes through the backend."""
-        generator, backend, compactor = self._generator, self._backend, self._compactor
+    def _blocks(self, job: Job, tokens: int) -> Ids:
+        """Return the ids of the blocks of the first `tokens` tokens that `job` holds."""
+        assert job.seq is not None
+        blocks = -(-tokens // self._cache.geometry.block_size)
+        return self._cache.block_table(job.seq)[:blocks]
+
+    def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
+        """Return the new tokens of sequences, as generator and backend read them."""
         held = [each.job.seq for each in sequences if each.job.seq is not None]
         contexts = [each.context for each in sequences]
-        batch = RaggedBatch(
+        return RaggedBatch(
             block_tables=[each.block_table for each in sequences],
             contexts=contexts,
             lengths=[len(each.token_ids) for each in sequences],
@@ -202,10 +212,20 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
-            held_positions=compactor.held_positions(held, contexts),
+            held_positions=self._compactor.held_positions(held, contexts),
         )
+
+    def _forward(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        forward: Callable[[RaggedBatch, Attend], list[Any]] | None = None,
+    ) -> list[Any]:
+        """Run the generator over the step, by `forward`; its K/V goes through the backend."""
+        generator, backend = self._generator, self._backend
+        held = [each.job.seq for each in sequences if each.job.seq is not None]
+        batch = self._batch(sequences)
         plan = self._call(backend.plan, batch)
-        attended = compactor.attend(held, batch)
+        attended = self._compactor.attend(held, batch)
         try:
 
             def attend(
@@ -218,7 +238,7 @@ class TensorExecutor:
                 self._call(backend.store, layer, plan, keys, values)
                 return self._call(attended, layer, plan, queries, **options)
 
-            return generator.forward(batch, attend)
+            return (forward or generator.forward)(batch, attend)
         except KvcoreError:
             raise
         except FAILURES as error:
@@ -234,7 +254,7 @@ class TensorExecutor:
             raise policy_error(self._backend, method.__name__, error) from error
 
     def _append(
-        self, sequences: Sequence[_ScheduledSequence], tokens: Sequence[int | None]
+        self, sequences: Sequence[ScheduledSequence], tokens: Sequence[int | None]
     ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
         """Append the generated tokens to their streams.
 
@@ -272,7 +292,7 @@ class TensorExecutor:
         return ended, named
 
     def _measure(
-        self, sequences: Sequence[_ScheduledSequence], work: StepWork, took_ps: int
+        self, sequences: Sequence[ScheduledSequence], work: StepWork, took_ps: int
     ) -> None:
         """Record the duration of a step with its counts, as `calibrate` reads them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, TypedDict, Unpack
 
 import attrs
@@ -98,12 +98,15 @@ class Generator(Plugin):
     Attributes:
         backend: the backend on whose device the tensors live; set by `load`.
         dtype: the dtype of the computation, one of `TENSOR_DTYPES`; set by `load`.
+        states: hidden states from which the last step's tokens were drawn, `[sequences with
+            an output index, hidden]`, for drafters that read them; None: it tells none.
     """
 
     kind: ClassVar[str] = "generator"
 
     backend: Backend
     dtype: str = "fp32"
+    states: Tensor = None
 
     @property
     @abstractmethod
@@ -181,11 +184,39 @@ class Generator(Plugin):
         )
         raise InputError(msg)
 
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step as `forward` does; return what it would draw tokens from.
+
+        `[sequences with an output index, vocabulary]`, after temperature and top-k, for
+        drafts that are sampled.
+
+        Raises:
+            InputError: the generator cannot tell; unless overridden.
+        """
+        del batch, attend
+        msg = (
+            f"generator {self.name!r} does not tell the probabilities of tokens, which drafts "
+            "that are sampled need: let the drafter draft greedily, with temperature=0"
+        )
+        raise InputError(msg)
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`: a hash of each word unless overridden."""
         from kvcore.request import word_tokens  # noqa: PLC0415 - hashing is for texts alone
 
         return word_tokens(text, self.vocabulary)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a chat, up to where its next answer begins.
+
+        Unless overridden those of the text `role: content`, a line a message, and of
+        `assistant:` after them.
+
+        Args:
+            messages: each with its `role` and `content`.
+        """
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return self.encode("\n".join([*lines, "assistant:"]))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids: the ids themselves unless overridden."""

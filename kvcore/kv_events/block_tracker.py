@@ -168,6 +168,10 @@ class BlockTracker:
         """Return how often each hash is resident, by location; a copy."""
         return {location: dict(blocks) for location, blocks in self._counts.items() if blocks}
 
+    def holds(self, value: Hash) -> bool:
+        """Return True if a hash is resident anywhere."""
+        return any(value in blocks for blocks in self._counts.values())
+
     @property
     def missing(self) -> int:
         """Return the number of batches known to be lost."""

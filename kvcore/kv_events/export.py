@@ -22,7 +22,7 @@ from kvcore.kv_events.model import (
     EventBatch,
 )
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.trace import CacheState, events, read_events
+from kvcore.trace import CacheState, ServerReader, events, read_events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.units import NS_PER_S
 
@@ -63,14 +63,19 @@ class ExportSize:
     tokens: int
 
     @classmethod
-    def of(cls, trace: str | os.PathLike[str], tick: Tick = unseen) -> ExportSize:
+    def of(
+        cls,
+        trace: str | os.PathLike[str],
+        tick: Tick = unseen,
+        replica: int | str | None = None,
+    ) -> ExportSize:
         """Count what is stored in one pass over the trace. Costs about 8 µs a line.
 
         Raises:
             InputError: the file cannot be opened.
             TraceError: a line is damaged, or the trace is incomplete.
         """
-        reader = read_events(trace)
+        reader = ServerReader(trace, replica)
         blocks, size = 0, 0
         for line in ticked(reader, tick):
             if isinstance(line, events.Header):
@@ -93,7 +98,9 @@ class ExportSize:
         return 80 * self.blocks + 2 * self.tokens
 
 
-def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterator[EventBatch]:
+def event_batches(
+    trace: str | os.PathLike[str], tick: Tick = unseen, replica: int | str | None = None
+) -> Iterator[EventBatch]:
     """Yield what an engine would have published during a run, as vLLM does: a batch a moment.
 
     What happens at one moment is several batches if one would have too many values to be read.
@@ -104,13 +111,13 @@ def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterato
     where a key is several blocks, a hash of the key and the block's place in it. Token ids are
     not in a trace: stand-ins take their place, equal for equal blocks alone. The trace is read
     to its END, and its digest checked; `tick` is called with the bytes that are done. Costs
-    about 20 µs a line, and some µs a block.
+    about 20 µs a line, and some µs a block. Of a cluster the events are those of a `replica`.
 
     Raises:
         InputError: the file cannot be opened.
         TraceError: the trace is damaged or incomplete, or an event cannot be applied.
     """
-    reader = read_events(trace)
+    reader = ServerReader(trace, replica)
     maker: _EventMaker | None = None
     now, values, pending = 0, 0, list[BlockStored | BlockRemoved]()
     for line in ticked(reader, tick):
@@ -137,7 +144,10 @@ def event_batches(trace: str | os.PathLike[str], tick: Tick = unseen) -> Iterato
 
 
 def dynamo_batches(
-    trace: str | os.PathLike[str], worker: int = 0, tick: Tick = unseen
+    trace: str | os.PathLike[str],
+    worker: int = 0,
+    tick: Tick = unseen,
+    replica: int | str | None = None,
 ) -> Iterator[EventBatch]:
     """Yield the events of a run as router events of Dynamo, numbered from 0: one event a batch.
 
@@ -145,7 +155,7 @@ def dynamo_batches(
     Raises as `event_batches`.
     """
     number = 0
-    for batch in event_batches(trace, tick):
+    for batch in event_batches(trace, tick, replica):
         for event in batch.events:
             assert isinstance(event, BlockStored | BlockRemoved)
             tier = TIERS.get(str(event.medium), str(event.medium).lower())

@@ -31,7 +31,7 @@ from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport
-from kvcore.trace import TraceChecker, TraceReader
+from kvcore.trace import ServerReader, TraceChecker
 from kvcore.trace.check import check_event
 from kvcore.trace.state import TracedPrompt, TracedSpan, run_blocks
 from kvcore.units import NS_PER_S, format_seconds
@@ -234,15 +234,19 @@ class Playback:
     """
 
     def __init__(
-        self, file: str | os.PathLike[str], tick: Tick = unseen, window: Window = WHOLE
+        self,
+        file: str | os.PathLike[str],
+        tick: Tick = unseen,
+        window: Window = WHOLE,
+        replica: int | str | None = None,
     ) -> None:
-        """Read a trace. Costs about 30 µs a line.
+        """Read a trace, or of a cluster that of a `replica`. Costs about 30 µs a line.
 
         Raises:
             InputError: the file cannot be opened.
             TraceError: a line is damaged, contradicts what came before, or the file is cut.
         """
-        reader = TraceReader(file)
+        reader = ServerReader(file, replica)
         self.file = str(reader.file)
         self.first, self.lines, self.ended = 0, 0, 0
         self.begin: dict[str, Any] | None = None
@@ -261,8 +265,11 @@ class Playback:
         self._stored: dict[int, tuple[int, int]] = {}
         checker: TraceChecker | None = None
         for event in ticked(reader, tick):
+            self.lines += 1
             if checker is None:
-                checker = check_event(reader, None, event)
+                made = check_event(reader, None, event)
+                assert isinstance(made, TraceChecker)  # the reader yields one server's lines
+                checker = made
                 self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
                 continue
             if event.t != self.ended:
@@ -283,7 +290,6 @@ class Playback:
                 f"{format_seconds(self.ended / NS_PER_S)}"
             )
             raise InputError(msg)
-        self.lines = reader.line
         self.rows = {name: self._flat[at::WIDTH] for at, name in enumerate(COLUMNS)}
         beyond = "goes beyond 2^53, which is the most that a page can show"
         if self.ended >= MOST:

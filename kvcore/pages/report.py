@@ -89,6 +89,7 @@ def report_page(
     results: Iterable[str | os.PathLike[str]],
     *,
     title: str | None = None,
+    replica: int | str | None = None,
     progress: Progress = silent,
 ) -> bytes:
     """Return a page that reports results, those of one kind side by side.
@@ -99,6 +100,7 @@ def report_page(
         results: paths: folders that `simulate --out` or `run --out` wrote, traces, and the
             JSON documents and tables of other commands, each recognised by its content.
         title: of the page; None: says what there is.
+        replica: the one that is reported, where traces are of clusters.
         progress: is told what is read.
 
     Raises:
@@ -107,15 +109,19 @@ def report_page(
         PluginError: plotly is not installed; or polars, for a table in Parquet.
     """
     paths = [as_path(path) for path in results]
-    found = [read_result(path, progress) for path in paths]
+    found = [read_result(path, progress, replica) for path in paths]
     document = _document(found, [str(path) for path in paths], title)
     body = '<main id="report"></main>'
     data = {"report": document}
     return Page(document["title"], body, ["report.js"], ["report.css"], data).render()
 
 
-def read_result(path: str | os.PathLike[str], progress: Progress = silent) -> Result:
-    """Read a result, whatever it is.
+def read_result(
+    path: str | os.PathLike[str],
+    progress: Progress = silent,
+    replica: int | str | None = None,
+) -> Result:
+    """Read a result, whatever it is; of a cluster's trace that of a replica.
 
     Raises:
         InputError: it is none; says what it seems to be, and what to do.
@@ -128,7 +134,7 @@ def read_result(path: str | os.PathLike[str], progress: Progress = silent) -> Re
     head = _head(file)
     first = _json(head.split(b"\n", 1)[0])
     if isinstance(first, dict) and first.get("event") == "HEADER":
-        return Run.of_trace(file, progress)
+        return Run.of_trace(file, progress, replica)
     if head.startswith(b"PAR1"):
         polars = import_extra("polars", "a table in Parquet needs polars", "lab")
         try:

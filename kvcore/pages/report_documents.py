@@ -11,7 +11,7 @@ import attrs
 from kvcore.analysis import Change, Explanation, RequestOutcome, RunSummary, WhatIf
 from kvcore.analysis.fleet import Fleet, Served
 from kvcore.analysis.miss_reasons import (
-    CATEGORIES,
+    OF_CLUSTERS,
     DivergencePoint,
     MissedTokens,
     Summary,
@@ -426,7 +426,7 @@ class Explained(Result):
         rows = []
         for each in found["losses"]:
             first, tokens, gone = each["first_token"], each["tokens"], each["eviction"]
-            why = CATEGORIES[each["category"]]
+            why = OF_CLUSTERS[each["category"]]
             if gone is not None:
                 why += f" (at {gone['t_s']:.12g} s by {gone['by']} for request {gone['for']})"
             cells = [f"{first:,}", f"{tokens:,}", format_seconds(each["prefill_s"])]

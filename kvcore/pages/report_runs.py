@@ -45,7 +45,7 @@ from kvcore.report.plots import Latencies
 from kvcore.report.tables import counted, share
 from kvcore.report.whatif import run_rows
 from kvcore.serving.result import REQUESTS
-from kvcore.trace import check_trace
+from kvcore.trace import ServerReader, check_trace
 from kvcore.units import NS_PER_S, format_seconds
 
 POINTS = 960
@@ -78,26 +78,34 @@ class RecordedTrace:
     timeline: Timeline
 
     @classmethod
-    def read(cls, file: str | os.PathLike[str], progress: Progress = silent) -> RecordedTrace:
-        """Check a trace line by line, and read it.
+    def read(
+        cls,
+        file: str | os.PathLike[str],
+        progress: Progress = silent,
+        replica: int | str | None = None,
+    ) -> RecordedTrace:
+        """Check a trace line by line, and read it; of a cluster that of a replica.
 
         Raises:
             InputError: the file cannot be opened.
             TraceError: a line is damaged or contradicts what came before, or the file is cut.
         """
         name, size = Path(file).name, file_bytes(Path(file))
+        if replica is None:
+            for _ in ServerReader(file):  # which refuses the trace of a cluster
+                break
         with progress(f"checking {name}", size) as tick:
             try:
-                run = recorded_run(file, tick)
+                run = recorded_run(file, tick, replica)
             except InputError:  # calls that were made by hand
                 run, report = None, check_trace(file)
                 if not report.complete:
                     msg = f"{file}: incomplete: {report.cut_reason}"
                     raise TraceError(msg) from None
         with progress(f"explaining {name}", size) as tick:
-            explanation = explain(file, tick=tick)
+            explanation = explain(file, replica=replica, tick=tick)
         with progress(f"reading {name}", size) as tick:
-            timeline = Timeline.read(file, tick=tick)
+            timeline = Timeline.read(file, replica=replica, tick=tick)
         return cls(str(file), run, explanation, explanation.summary(), timeline)
 
     @property
@@ -130,9 +138,15 @@ class Run(Result):
         """Read what `simulate` or `run` wrote to a folder, beside its summary.
 
         Raises:
-            InputError: a file is damaged.
+            InputError: a file is damaged, or the result of a cluster.
             TraceError: the trace is damaged, or cut.
         """
+        if "replicas" in summary:
+            msg = (
+                f"{folder} is the result of a cluster: give the trace in it, {folder / TRACE}, "
+                "and --replica 0 for the report of a replica"
+            )
+            raise InputError(msg)
         requests, trace = folder / REQUESTS, folder / TRACE
         found = Latencies.read(folder) if requests.is_file() else None
         refusal = None
@@ -144,11 +158,14 @@ class Run(Result):
         return cls(name=name, summary=summary, refusal=refusal, latencies=found, trace=recorded)
 
     @classmethod
-    def of_trace(cls, file: Path, progress: Progress = silent) -> Run:
+    def of_trace(
+        cls, file: Path, progress: Progress = silent, replica: int | str | None = None
+    ) -> Run:
         """Read a trace. Raises InputError and TraceError as `RecordedTrace.read` does."""
-        trace = RecordedTrace.read(file, progress)
+        trace = RecordedTrace.read(file, progress, replica)
         latencies = Latencies.of(trace.timeline) if trace.timed else None
-        return cls(name=str(file), latencies=latencies, trace=trace)
+        name = str(file) if replica is None else f"{file}, replica {replica}"
+        return cls(name=name, latencies=latencies, trace=trace)
 
     @property
     def report(self) -> SimulationReport | None:

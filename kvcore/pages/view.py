@@ -25,6 +25,7 @@ def view_page(
     *,
     window: Window = WHOLE,
     at: int | None = None,
+    replica: int | str | None = None,
     progress: Progress = silent,
     notify: Callable[[str], object] = len,
 ) -> bytes:
@@ -32,7 +33,8 @@ def view_page(
 
     Takes about 30 µs a line, and memory for all of the trace: up to 1.6 kB a line. The page
     opens at the time `at` (ns); None: at the eviction that cost most. `notify` is called with
-    what of the traces is not in the page, which also says it itself.
+    what of the traces is not in the page, which also says it itself. Of clusters the page has
+    one `replica`; of one that failed a life of it, as `1:2`.
 
     Raises:
         InputError: a file cannot be opened, or has no line in the window.
@@ -40,10 +42,12 @@ def view_page(
         PluginError: plotly is not installed.
     """
     names = _names([Path(file) for file in files])
+    if replica is not None:
+        names = [f"{name}, replica {replica}" for name in names]
     sides = []
     for file in files:
         with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
-            sides.append(Playback(file, tick, window))
+            sides.append(Playback(file, tick, window, replica))
     title = " and ".join(names)
     note = ""
     if len(sides) > 1:

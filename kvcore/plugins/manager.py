@@ -36,6 +36,7 @@ KINDS = {
     "generator": "kvcore_generators",
     "workload": "kvcore_workloads",
     "router": "kvcore_routers",
+    "drafter": "kvcore_drafters",
 }
 """The kinds of plugins, and the hook that returns the classes of each. The entry points of
 kvcore itself are called as the kind whose hook they have."""

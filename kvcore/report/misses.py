@@ -10,7 +10,6 @@ import attrs
 
 from kvcore.analysis import Explanation
 from kvcore.analysis.miss_reasons import (
-    CATEGORIES,
     WAYS,
     MissedTokens,
     MissSegment,
@@ -86,9 +85,10 @@ class RequestReport:
         if reasons.again:
             times = counted(reasons.again, "time")
             again = f" It was preempted, and admitted again {times}; that counts nowhere here."
+        place = "" if reasons.replica is None else f" of replica {reasons.replica}"
         return (
             f"{arrived}, admitted at {_moment(reasons.admitted)} as sequence "
-            f"{reasons.seq}.{again}"
+            f"{reasons.seq}{place}.{again}"
         )
 
     def _told(self, losses: list[MissSegment]) -> str:
@@ -119,6 +119,7 @@ class RequestReport:
                 "Only whole blocks are shared, and the last token is always computed."
             ),
             "no_keys": "The request has no key for these.",
+            "elsewhere": f"Replica {loss.replica} had them when the request was routed.",
         }[loss.category]
 
     def _evicted(self, losses: list[MissSegment]) -> str:
@@ -226,8 +227,10 @@ class SummaryReport:
             )
             if number
         )
+        replicas = sum(each["count"] for each in header.get("replicas", ()))
+        pools = f"{counted(replicas, 'replica')} of " if replicas else ""
         return (
-            f"{explanation.source}: {counted(summary.admitted, 'request')} in "
+            f"{explanation.source}: {counted(summary.admitted, 'request')} in {pools}"
             f"{counted(header['blocks'], 'block')} of "
             f"{counted(header['block_size'], 'token')}, evicted by "
             f"{explanation.plugin('eviction')} ({header['count']} counting){''.join(turned)}.\n"
@@ -240,7 +243,7 @@ class SummaryReport:
         rows = []
         for name, lost in self.summary.categories.items():
             if lost.tokens:
-                rows.append(self._row(spaced(name), lost, CATEGORIES[name]))
+                rows.append(self._row(spaced(name), lost, self.explanation.categories[name]))
             if name == "compulsory":
                 rows += [
                     self._row(f"  {way}", part, WAYS[way])

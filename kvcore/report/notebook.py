@@ -12,7 +12,9 @@ import attrs
 from kvcore.analysis import Comparison, Curves, Explanation, WhatIf
 from kvcore.analysis.planning import FleetPlan
 from kvcore.analysis.quality import Quality
+from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
+from kvcore.cluster import ClusterResult
 from kvcore.errors import InputError, PluginError
 from kvcore.report import mrc, plots, quality
 from kvcore.report.charts import (
@@ -25,6 +27,7 @@ from kvcore.report.charts import (
 )
 from kvcore.report.misses import SummaryReport
 from kvcore.report.plan import HEADERS, PlanReport
+from kvcore.report.routers import RoutersReport
 from kvcore.report.simulation import COLUMNS, TIMES
 from kvcore.report.sweep import SweepReport
 from kvcore.report.tables import NONE, ComparisonReport, counted, share
@@ -169,7 +172,14 @@ def _(result: Quality) -> View:
 
 
 @view.register
-def _(result: Result) -> View:
+def _(result: RouterComparison) -> View:
+    report = RoutersReport(result)
+    told = f"{report.headline}\n{report.reading}"
+    return View(told, report.headers, report.rows, _small(report.chart()))
+
+
+@view.register
+def _(result: Result | ClusterResult) -> View:
     log, hits = result.log, result.hit_ratio
     requests, rejected = len(log.ids), len(log.reasons)
     quantities = [

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import isnan
@@ -22,6 +23,7 @@ from kvcore.analysis.timeline import NEVER, Kind, Phases, TimelineBuilder
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report.tables import printable, setup
 from kvcore.trace import events, read_events
+from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S
 
@@ -34,8 +36,12 @@ HIT_WINDOW_S = 60
 REQUESTS, POOL, FIRST_TIER = 1, 2, 3
 """Processes of the export; each tier has one."""
 
-FIRST_TRACK = 1000
-"""Thread of the first request: Perfetto knows threads by their number alone."""
+PROCESSES = 100
+"""From a process of one server to that of the next."""
+
+FIRST_TRACK, TRACKS = 1000, 1_000_000
+"""Thread of the first request, and from there to that of the next server: Perfetto knows
+threads by their number alone."""
 
 TRANSFERS = events.Offload, events.LoadStart
 """Lines that put blocks on the link of a tier."""
@@ -46,7 +52,8 @@ class PerfettoTrace:
     """A trace as a document of the trace-event format, in lines: an event each.
 
     Each request is a slice from its arrival to its end, in which its phases lie, and in a
-    prefill its chunks. Times are µs with three decimals, which are the ns of the trace.
+    prefill its chunks. Each replica of a cluster has processes of its own, and so has each of
+    its lives. Times are µs with three decimals, which are the ns of the trace.
 
     Attributes:
         trace: the file.
@@ -61,7 +68,7 @@ class PerfettoTrace:
     tracks: int = 0
     evictions: int = 0
     written: int = 0
-    _builder: TimelineBuilder = attrs.field(init=False)
+    _header: dict[str, Any] = attrs.field(factory=dict, init=False)
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the lines. Memory is that of a timeline, not of the document.
@@ -78,46 +85,116 @@ class PerfettoTrace:
             self.written += 1
             before = event
         yield before + b"\n],\n"
-        header = self._builder.state.header.as_dict()
         other = {
             "trace": printable(Path(self.trace).name),
-            "run": setup(header).removeprefix("Setup: "),
+            "run": setup(self._header).removeprefix("Setup: "),
         }
         document = {"displayTimeUnit": "ms", "otherData": other}
         yield orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)[1:]
 
     def _all(self) -> Iterator[bytes]:
-        """Yield all events: those of the pool while the trace is read, then the others."""
-        yield from _process(REQUESTS, "requests")
-        yield from _process(POOL, "pool and queue")
-        yield from _thread(POOL, POOL, "evictions")
-        yield from self._read()
-        yield from self._request_tracks()
-        yield from self._counters()
-
-    def _read(self) -> Iterator[bytes]:
-        """Read the trace; yield evictions, and what goes over the links of tiers."""
+        """Yield all events: those of pools while the trace is read, then the others."""
+        servers: list[_ServerTracks] = []
         reader = read_events(self.trace)
-        builder: TimelineBuilder | None = None
+        take: Callable[[events.Event], Iterator[bytes]] | None = None
         for line in ticked(reader, self.tick):
             try:
-                if builder is None:
-                    # The reader has seen to it that this is the header.
-                    builder = self._builder = TimelineBuilder(line)  # type: ignore[arg-type]
-                    for pid, tier in enumerate(builder.series.tiers, FIRST_TIER):
-                        yield from _process(pid, f"tier {tier}")
-                        yield from _thread(pid, pid, "link")
-                elif builder.state.tiers and isinstance(line, TRANSFERS):
-                    yield from self._transfer(builder, line)
-                else:
-                    builder.take(line)
-                    if isinstance(line, (events.Evict, events.Drop)):
-                        self.evictions += 1
-                        yield _eviction(line)
+                if isinstance(line, events.Header):
+                    self._header = line.as_dict()
+                    if line.replicas:
+                        take = partial(_of_replica, Replicas(line), servers)
+                    else:
+                        servers.append(_ServerTracks(TimelineBuilder(line)))
+                        yield from servers[0].named()
+                        take = servers[0].take
+                elif take is not None:
+                    yield from take(line)
             except ValueError as error:
                 reader.fail(f"{line.event}: {error}")
         reader.require_complete()
-        self._builder.end()
+        for server in servers:
+            yield from server.rest()
+            for name in ("requests", "tracks", "evictions"):
+                setattr(self, name, getattr(self, name) + getattr(server, name))
+
+
+def _of_replica(
+    replicas: Replicas, servers: list[_ServerTracks], line: events.Event
+) -> Iterator[bytes]:
+    """Apply a line of a cluster to the replica that it is of; yield what that yields."""
+    placed = replicas.place(line)
+    if placed is None:
+        if isinstance(line, events.End):
+            for server in servers:
+                if server.up:
+                    yield from server.take(line)
+        return
+    number, own = placed
+    name = f"replica {number}"
+    if replicas.lives[number] > 1:
+        name += f", life {replicas.lives[number]}"
+    found = [each for each in servers if each.name == name]
+    if found:
+        (server,) = found
+    else:
+        builder = TimelineBuilder(replicas.headers[number])
+        server = _ServerTracks(builder, len(servers), name)
+        servers.append(server)
+        yield from server.named()
+    server.up = replicas.up[number]
+    if own.event not in CHANGES:
+        yield from server.take(own)
+
+
+@attrs.define(eq=False)
+class _ServerTracks:
+    """The processes of one server, or of one life of a replica.
+
+    Attributes:
+        builder: makes its timeline.
+        number: which of the servers of the document it is.
+        name: what its processes are called first; empty: it is the only one.
+        up: whether it goes on until the end of the trace.
+        requests, tracks, evictions: number of each that were yielded so far.
+    """
+
+    builder: TimelineBuilder
+    number: int = 0
+    name: str = ""
+    up: bool = True
+    requests: int = 0
+    tracks: int = 0
+    evictions: int = 0
+
+    def named(self) -> Iterator[bytes]:
+        """Yield the names of its processes."""
+        before = f"{self.name}: " if self.name else ""
+        yield from _process(self._pid(REQUESTS), f"{before}requests")
+        yield from _process(self._pid(POOL), f"{before}pool and queue")
+        yield from _thread(self._pid(POOL), self._pid(POOL), "evictions")
+        for tier, each in enumerate(self.builder.series.tiers, FIRST_TIER):
+            pid = self._pid(tier)
+            yield from _process(pid, f"{before}tier {each}")
+            yield from _thread(pid, pid, "link")
+
+    def take(self, line: events.Event) -> Iterator[bytes]:
+        """Apply a line; yield evictions, and what goes over the links of tiers."""
+        if self.builder.state.tiers and isinstance(line, TRANSFERS):
+            yield from self._transfer(self.builder, line)
+            return
+        self.builder.take(line)
+        if isinstance(line, (events.Evict, events.Drop)):
+            self.evictions += 1
+            yield _eviction(self._pid(POOL), line)
+
+    def rest(self) -> Iterator[bytes]:
+        """Yield the requests and counters, once all lines are taken."""
+        self.builder.end()
+        yield from self._request_tracks()
+        yield from self._counters()
+
+    def _pid(self, process: int) -> int:
+        return process + PROCESSES * self.number
 
     def _transfer(
         self, builder: TimelineBuilder, line: events.Offload | events.LoadStart
@@ -126,7 +203,7 @@ class PerfettoTrace:
         tier = builder.state.tiers.tier(line.tier)
         start = max(tier.free_at, line.t)
         builder.take(line)
-        pid = FIRST_TIER + list(builder.state.tiers.levels).index(line.tier)
+        pid = self._pid(FIRST_TIER + list(builder.state.tiers.levels).index(line.tier))
         name = "store" if isinstance(line, events.Offload) else "load"
         args = {
             "request": str(line.request),
@@ -142,8 +219,8 @@ class PerfettoTrace:
 
     def _request_tracks(self) -> Iterator[bytes]:
         """Yield the slices of requests, one request after another."""
-        requests, phases = self._builder.requests, self._builder.phases.lasting()
-        chunks = self._builder.chunks
+        requests, phases = self.builder.requests, self.builder.phases.lasting()
+        chunks, pid = self.builder.chunks, self._pid(REQUESTS)
         self.requests = len(requests)
         lanes = _Lanes(shared=len(requests) > MOST_TRACKS)
         of_request = _grouped(phases.request, len(requests))
@@ -152,40 +229,40 @@ class PerfettoTrace:
             begin = requests.arrival[row]
             end = max(requests.finish[row], phases.end[own[-1]] if own else begin)
             lane, new = lanes.take(begin, end)
-            tid = FIRST_TRACK + lane
+            tid = FIRST_TRACK + TRACKS * self.number + lane
             if new:
                 self.tracks += 1
                 name = f"lane {lane + 1}" if lanes.shared else f"request {requests.ids[row]}"
-                yield from _thread(REQUESTS, tid, name, order=lane)
+                yield from _thread(pid, tid, name, order=lane)
             name, args = f"request {requests.ids[row]}", self._described(row)
-            yield _event("B", REQUESTS, tid, begin, name, args)
+            yield _event("B", pid, tid, begin, name, args)
             times = [chunks.time[part] for part in parts]
             yield from self._within(row, tid, phases, own, times)
-            yield _event("E", REQUESTS, tid, end)
+            yield _event("E", pid, tid, end)
 
     def _within(
         self, row: int, tid: int, phases: Phases, own: list[int], times: list[int]
     ) -> Iterator[bytes]:
         """Yield the phases of a request, the chunks in them, and its first token."""
-        requests = self._builder.requests
+        requests, pid = self.builder.requests, self._pid(REQUESTS)
         first, begin = requests.first_token[row], requests.arrival[row]
         for each in own:
             kind, requester = Kind(phases.kind[each]), phases.requester[each]
             start, stop = phases.start[each], phases.end[each]
             for_whom = {} if requester == NEVER else {"for": str(requests.ids[requester])}
-            yield _event("B", REQUESTS, tid, start, kind.name.lower(), for_whom)
+            yield _event("B", pid, tid, start, kind.name.lower(), for_whom)
             if start == first:
-                yield _first_token(tid, first, begin)
+                yield _first_token(pid, tid, first, begin)
                 first = NEVER
             if kind is Kind.PREFILL:
-                yield from _chunks(tid, start, stop, times)
-            yield _event("E", REQUESTS, tid, stop)
+                yield from _chunks(pid, tid, start, stop, times)
+            yield _event("E", pid, tid, stop)
         if first != NEVER:
-            yield _first_token(tid, first, begin)
+            yield _first_token(pid, tid, first, begin)
 
     def _described(self, row: int) -> dict[str, Any]:
         """Return what is said of a request."""
-        requests = self._builder.requests
+        requests = self.builder.requests
         why = {"rejected": requests.rejected[row]} if row in requests.rejected else {}
         return {
             "prompt_tokens": requests.prompt[row],
@@ -197,7 +274,7 @@ class PerfettoTrace:
 
     def _counters(self) -> Iterator[bytes]:
         """Yield the counters, each where it changes."""
-        series = self._builder.series
+        series = self.builder.series
         blocks, queue = ["free", "cached", "private"], ["waiting", "running"]
         ratios = series.hit_ratio(), series.hit_ratio(HIT_WINDOW_S * NS_PER_S)
         counters: list[tuple[int, str, list[str], Iterable[Any]]] = [
@@ -206,9 +283,10 @@ class PerfettoTrace:
             (POOL, "evicted", ["blocks"], [series.evicted_blocks]),
             (POOL, "hit ratio", ["in all", f"last {HIT_WINDOW_S} s"], ratios),
         ]
-        for pid, used in enumerate(series.tiers.values(), FIRST_TIER):
-            counters.append((pid, "slots", ["used"], [used]))
-        for pid, name, names, values in counters:
+        for tier, used in enumerate(series.tiers.values(), FIRST_TIER):
+            counters.append((tier, "slots", ["used"], [used]))
+        for process, name, names, values in counters:
+            pid = self._pid(process)
             shown: dict[str, float] = {}
             for time, *row in zip(series.time, *values, strict=True):
                 # A share of nothing is not a number.
@@ -252,28 +330,28 @@ def _grouped(rows: array[int], count: int) -> Iterator[list[int]]:
         yield places[begin:at]
 
 
-def _chunks(tid: int, start: int, stop: int, times: list[int]) -> Iterator[bytes]:
+def _chunks(pid: int, tid: int, start: int, stop: int, times: list[int]) -> Iterator[bytes]:
     """Yield the chunks of a prefill, if there is more than one."""
     ends = sorted({start, stop, *(time for time in times if start < time < stop)})
     if len(ends) > len((start, stop)):
         for number, (begin, end) in enumerate(pairwise(ends), 1):
-            yield _event("B", REQUESTS, tid, begin, f"chunk {number}")
-            yield _event("E", REQUESTS, tid, end)
+            yield _event("B", pid, tid, begin, f"chunk {number}")
+            yield _event("E", pid, tid, end)
 
 
-def _first_token(tid: int, time: int, arrival: int) -> bytes:
+def _first_token(pid: int, tid: int, time: int, arrival: int) -> bytes:
     args = {"ttft_s": (time - arrival) / NS_PER_S}
-    return _event("i", REQUESTS, tid, time, "first token", args, s="t")
+    return _event("i", pid, tid, time, "first token", args, s="t")
 
 
-def _eviction(line: events.Evict | events.Drop) -> bytes:
+def _eviction(pid: int, line: events.Evict | events.Drop) -> bytes:
     args: dict[str, Any] = {"blocks": run_blocks(line.runs), "by": line.by}
     name = "drop"
     if isinstance(line, events.Evict):
         name = "evict" if line.reason == "capacity" else "expire"
         args |= {"for": str(line.requester), "age_s": line.age / NS_PER_S}
         args |= {"hits": line.hits, "span": line.span}
-    return _event("i", POOL, POOL, line.t, name, args, s="t")
+    return _event("i", pid, pid, line.t, name, args, s="t")
 
 
 def _process(pid: int, name: str) -> Iterator[bytes]:

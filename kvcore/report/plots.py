@@ -380,7 +380,7 @@ class Latencies:
             expected = {names[name]: slo[name] for name in names if slo[name] is not None}
             gaps, config = summary["itl_s"] or {}, summary.get("config")
             told = counted(summary["requests"], "request")
-            caption = "" if config is None else SimulationReport(summary, config).setup
+            caption = "" if config is None else _setup(summary, config)
         except (KeyError, TypeError, ValueError) as error:
             msg = f"{folder}: {SUMMARY} and {REQUESTS} are not those of a run ({error!r:.80})"
             raise InputError(msg) from error
@@ -388,6 +388,15 @@ class Latencies:
             told += f", {summary['rejected']:,} rejected"
         title = told if config is None else f"{shorten(config['workload']['name'])}, {told}"
         return cls(samples, gaps, expected, printable(title), caption)
+
+
+def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return what was run, by one server or several."""
+    if "replicas" not in summary:
+        return SimulationReport(summary, config).setup
+    from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - of several servers
+
+    return ClusterReport(dict(summary), dict(config)).setup
 
 
 def latency(found: Latencies, form: str) -> bytes:

@@ -191,6 +191,20 @@ RESTING = {
 TableRow = list[str]
 
 
+def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yield the rows of what speculative decoding came to; none without a drafter."""
+    if drafts is None:
+        return
+    drafted, mean = drafts["drafted"], drafts["tokens_per_step"]
+    tokens = NO_VALUE if mean is None else format_number(mean)
+    yield (
+        "drafts",
+        f"{share(drafts['acceptance'])} of {drafted:,} accepted, {tokens} tokens a step",
+    )
+    if drafts["speedup"] is not None:
+        yield "", f"decode steps {format_number(drafts['speedup'])} times as fast as without"
+
+
 @attrs.frozen
 class SimulationReport:
     """A summary of a run for people, the most important first.
@@ -377,6 +391,7 @@ class SimulationReport:
                 )
         if hit["self_hit_blocks"]:
             yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
+        yield from _drafts(summary.get("drafts"))
         counts = summary["preemptions"]
         swapped = f", {counts['swap']:,} swapped" if self._has_tiers else ""
         yield (

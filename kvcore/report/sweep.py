@@ -21,7 +21,7 @@ from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
-POLICIES = ("prefix", "retention", "router", "scheduler", "eviction")
+POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
 """The axes whose values compete; cells that differ in nothing else are a contest."""
 
 

@@ -163,16 +163,41 @@ class DecodeBatch:
             attended = job.length + 1 - seq.dropped_tokens
             self._unattend(job, attended + tokens)
             self._attend(job, attended, seq.admission)
-        at, admission, before, _ = self._ends[job]
+        at, _, before, _ = self._ends[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
-            end = self._ends[job] = (at, admission, residue, job)
-            heappush(self._finish, end)
-            del self._residues[bisect_left(self._residues, before)]
-            insort(self._residues, residue)
-            for classes in (self._classes, self.committing):
-                _drop(classes, before, job)
-                _put(classes, residue, job, admission)
+            self._move(job, at, residue)
+
+    def gain(self, job: Job, tokens: int) -> None:
+        """Give `job` so many tokens more than the step that has just ended gave to all.
+
+        O(jobs of its residue classes).
+        """
+        seq = job.seq
+        assert seq is not None
+        attended = job.length + 1 - seq.dropped_tokens
+        job.generated_before += tokens
+        if self._is_plain:
+            self.context[0] += tokens
+        else:
+            self._unattend(job, attended)
+            self._attend(job, attended + tokens, seq.admission)
+        at, _, before, _ = self._ends[job]
+        self._move(job, at - tokens, (before - tokens) % self._block_size)
+
+    def _move(self, job: Job, at: int, residue: int) -> None:
+        """Let `job` finish at step `at`, and fill its blocks at other steps."""
+        _, admission, before, _ = self._ends[job]
+        end = self._ends[job] = (at, admission, residue, job)
+        heappush(self._finish, end)
+        if residue == before:
+            return
+        del self._residues[bisect_left(self._residues, before)]
+        insort(self._residues, residue)
+        commits = job in self.committing.get(before, ())
+        for classes in (self._classes, self.committing) if commits else (self._classes,):
+            _drop(classes, before, job)
+            _put(classes, residue, job, admission)
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""
@@ -568,32 +593,24 @@ class DecodeAllocator:
         Returns:
             The number of steps, and the picoseconds they took.
         """
+        return self.run(*self.foresee(lines, clock_ps, event_ps), clock_ps)
+
+    def foresee(
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+    ) -> tuple[int, StepTimes]:
+        """Return how many steps `jump` would run, given the same and room, and their times."""
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
+        return steps, times
+
+    def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
+        """Run so many steps, or as many as there is room for, as `jump` does."""
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
-        return batch.advance(clock_ps, times.segments(steps))
-
-    def foresee(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None, room: int
-    ) -> int | None:
-        """Return how many ps `jump` would take now, with the same arguments. Pure.
-
-        None if the steps need more than `room` blocks.
-        """
-        batch = self._batch
-        times = StepTimes(lines, batch.context, batch.growth)
-        steps = batch.until_change()
-        if steps > 1:
-            if event_ps is not None:
-                steps = times.reach(event_ps - clock_ps, steps)
-            first = batch.steps.count + 1
-            if batch.growth_between(first, first + steps - 1) > room:
-                return None
-        return times.total(steps)
+        return self._batch.advance(clock_ps, times.segments(steps))
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""

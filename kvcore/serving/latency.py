@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import attrs
 
-from kvcore.errors import PolicyError
+from kvcore.errors import InputError, PolicyError
+from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import FAILURES, Plugin, raise_policy_error
 from kvcore.request import Key
 from kvcore.serving.scheduler import Job
@@ -26,7 +27,7 @@ class StepWork:
     """What one step computes, as far as its time depends on it.
 
     Attributes:
-        prefill: prompt tokens, of all chunks together.
+        prefill: prompt tokens, of all chunks together, and drafts that are verified.
         attended_pairs: (query, key) pairs these attend to, by attention window.
         decode: sequences that generate a token.
         context: (query, key) pairs of those tokens, by attention window: without a window
@@ -122,6 +123,23 @@ class LatencyModel(Plugin):
         """Return the coefficients of the model, for the header of a trace."""
         return {}
 
+    def for_model(self, model: ModelSpec | None, parameters: int = 0) -> LatencyModel:
+        """Return the latency model of another model on the same server: a draft model's.
+
+        Args:
+            model: the model; None: the one that is served.
+            parameters: weights that every token uses besides, as of extra heads.
+
+        Raises:
+            InputError: this one does not follow from a model; unless overridden.
+        """
+        del model, parameters
+        msg = (
+            f"latency plugin {self.name!r} knows the times of one model alone: take `roofline` "
+            "beside a drafter that computes"
+        )
+        raise InputError(msg)
+
 
 class StepResult(NamedTuple):
     """What an executor returns for one step.
@@ -130,11 +148,14 @@ class StepResult(NamedTuple):
         took_ps: picoseconds the step took.
         ended: jobs whose text ended before its output was complete, and their output tokens.
         named: jobs that share generated blocks, and the block keys that the step made known.
+        verified: where drafts are verified, for each decoding job how many there were and
+            how many were accepted.
     """
 
     took_ps: int
     ended: Sequence[tuple[Job, int]] = ()
     named: Sequence[tuple[Job, Sequence[Key]]] = ()
+    verified: Sequence[tuple[int, int]] = ()
 
 
 class Executor(Protocol):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
@@ -39,6 +39,9 @@ from kvcore.serving.latency import (
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, PoolTimeline, TokenGaps
 from kvcore.units import INT64_LIMIT, PS_PER_NS
+
+if TYPE_CHECKING:
+    from kvcore.serving.drafter import DraftStats
 
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
 
@@ -194,6 +197,7 @@ class RunLog:
         itl: times between two tokens of a request.
         pool: the pool's blocks over time.
         steps, busy_ps: steps run, and the picoseconds they took.
+        drafts: what became of drafts; None: there was no drafter.
         own_slos: requests that brought an SLO of their own.
     """
 
@@ -210,6 +214,7 @@ class RunLog:
         self.itl = TokenGaps()
         self.pool = PoolTimeline(blocks)
         self.steps = self.busy_ps = self.own_slos = 0
+        self.drafts: DraftStats | None = None
 
     def ended(self, job: Job, now: int) -> None:
         """Record a finished request."""
@@ -425,6 +430,18 @@ class ServingLoop:
         else:
             self._decode_steps()
 
+    def abort(self, job: Job, why: str) -> bool:
+        """End `job` before its time, between two turns; return False if that has to wait."""
+        now = self.clock_ps // PS_PER_NS
+        if not self.batcher.abort(job, now):
+            return False
+        if job.seq is None:
+            self._reject(job, why, now)
+        else:
+            self.log.ended(job, now)
+            self._arrivals.ended(job.request, now)
+        return True
+
     def fragmentation(self) -> Fragmentation | None:
         """Return what the memory was used for; None, since this loop does not measure it."""
         return None
@@ -443,7 +460,7 @@ class ServingLoop:
             at, request = arrivals.take()
             self._arrive(request, at, at)
 
-    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> None:
+    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
         """Queue a request that its client sent at `arrival` (ns), or reject it.
 
         `known` is what its job is from the start, where another server has begun with it.
@@ -469,6 +486,7 @@ class ServingLoop:
             self._reject(job, why, now)
         else:
             self.batcher.queue(job, now)
+        return job
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request that announced it, unless it is here already."""
@@ -519,7 +537,7 @@ class ServingLoop:
         """Run one step that prefills, and decodes as well if steps are mixed."""
         batch, chunks = self.batch, self.batcher.chunks
         decoding = batch.size if self._mixed else 0
-        took_ps, ended, named = self._computed or self._compute()
+        took_ps, ended, named, _ = self._computed or self._compute()
         self._computed = None
         if ended:
             self._cut_short(ended)
@@ -549,7 +567,7 @@ class ServingLoop:
             steps, took_ps = self._jumped or self._jump(NEVER)
             self._jumped = None
         else:
-            took_ps, ended, named = self._computed or self._compute()
+            took_ps, ended, named, _ = self._computed or self._compute()
             self._computed = None
             if ended:
                 self._cut_short(ended)

@@ -24,7 +24,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins import describe
+from kvcore.plugins import Plugin, describe
 from kvcore.request import SLO, Request
 from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel, StepWork
@@ -476,6 +476,7 @@ class Result(Outcome):
         fragmentation: what memory was used for, where that was measured.
         wall_s: seconds the run took on this machine; all else is the same on every one.
         max_output: output tokens that a request reserved, in contiguous memory.
+        drafter: drafted the tokens; None: nothing did.
     """
 
     cache: KVCache
@@ -484,6 +485,7 @@ class Result(Outcome):
     fragmentation: Fragmentation | None
     wall_s: float = 0.0
     max_output: int | None = None
+    drafter: Plugin | None = None
 
     @cached_property
     def hit_ratio(self) -> HitRatio:
@@ -492,7 +494,12 @@ class Result(Outcome):
 
     @cached_property
     def offered_load(self) -> float | None:
-        """Arrival rate times the least time a request needs; see `offered_load`."""
+        """Arrival rate times the least time a request needs; see `offered_load`.
+
+        None with a drafter, of whose steps no least time is known.
+        """
+        if self.log.drafts is not None:
+            return None
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
         forgetting = self.cache.retention is not None
         return offered_load(
@@ -567,6 +574,7 @@ class Result(Outcome):
             "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
             "fragmentation": None if measured is None else attrs.asdict(measured),
+            **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
 
     def to_frame(self: Reported) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
@@ -20,6 +20,9 @@ from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.scheduler import Scheduler
 from kvcore.workloads import check_keys
+
+if TYPE_CHECKING:
+    from kvcore.serving.drafter import Drafter
 
 Allocation = Literal["paged", "contiguous"]
 """How memory is allocated: in blocks, or in one piece for each request."""
@@ -39,6 +42,7 @@ def simulate(
     fragmentation: bool = False,
     residency: bool = True,
     jumps: bool = True,
+    drafter: Drafter | type[Drafter] | str | None = None,
 ) -> Result:
     """Serve `workload` in the time that a latency model gives.
 
@@ -64,7 +68,9 @@ def simulate(
         residency: whether to measure how long blocks rest, which costs 15 % more time, and
             40 % where blocks are small and many.
         jumps: whether decode steps between two events are run as one. Changes nothing but
-            the time it takes.
+            the time it takes. With a drafter they are not.
+        drafter: how many drafts are accepted, such as the `acceptance` plugin; None: one
+            token a sequence and step.
 
     Raises:
         InputError: parts that do not fit one another, or a workload out of order.
@@ -92,11 +98,17 @@ def simulate(
     latency = resolve("latency", latency, "roofline")
     latency.bind()
     batching = Batching() if batching is None else batching
+    executor = SimulatedExecutor(latency)
+    built: Drafter | None = resolve("drafter", drafter)
+    if built is not None:
+        from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
+
+        executor = SpeculativeSimulator(latency, built)
     loop, wall_s = serve(
         workload,
         cache,
         scheduler,
-        SimulatedExecutor(latency),
+        executor,
         batching,
         slo=slo,
         rate_scale=rate_scale,
@@ -113,6 +125,7 @@ def simulate(
         loop.fragmentation(),
         wall_s=wall_s,
         max_output=max_output,
+        drafter=built,
     )
 
 
@@ -175,6 +188,16 @@ def serve(
     loop_type: type[ServingLoop] = ServingLoop
     if allocator is not None or fragmentation:
         loop_type, allocator = MeasuredLoop, allocator or MeasuredAllocator
+    if hasattr(executor, "drafter"):
+        from kvcore.serving.speculation import SpeculativeLoop  # noqa: PLC0415 - rare
+
+        if loop_type is MeasuredLoop:
+            msg = (
+                f"drafter {executor.drafter.name!r}: memory is measured, and contiguous, where "
+                "a step adds one token a sequence; leave out the drafter, or that"
+            )
+            raise InputError(msg)
+        loop_type = SpeculativeLoop
     loop = loop_type(
         Arrivals(check_keys(workload), rate_scale, prefetches=cache.tiers is not None),
         cache,

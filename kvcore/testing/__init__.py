@@ -6,6 +6,7 @@ Needs the extra `testing`: pytest and hypothesis.
 import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
 from kvcore.testing.backend import BackendTests
 from kvcore.testing.codec import CodecTests
+from kvcore.testing.drafter import DrafterTests
 from kvcore.testing.eviction import EvictionPolicyTests
 from kvcore.testing.generator import GeneratorTests
 from kvcore.testing.harness import (
@@ -43,6 +44,7 @@ __all__ = [
     "BackendTests",
     "CodecTests",
     "Decision",
+    "DrafterTests",
     "Driver",
     "EvictionPolicyTests",
     "GeneratorTests",

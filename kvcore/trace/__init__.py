@@ -2,7 +2,13 @@
 
 from kvcore.trace.check import Report, TraceChecker, check_trace, replay
 from kvcore.trace.fields import SCHEMA, decode_runs, encode_runs, read_request
-from kvcore.trace.reader import TraceReader, TraceWorkload, json_schema, read_events
+from kvcore.trace.reader import (
+    ServerReader,
+    TraceReader,
+    TraceWorkload,
+    json_schema,
+    read_events,
+)
 from kvcore.trace.state import CacheState, rebuild_residency
 from kvcore.trace.writer import Trace
 
@@ -10,6 +16,7 @@ __all__ = [
     "SCHEMA",
     "CacheState",
     "Report",
+    "ServerReader",
     "Trace",
     "TraceChecker",
     "TraceReader",

@@ -14,6 +14,9 @@ from kvcore.trace.writer import JsonRecorder, Trace
 _LINES = 4096
 """Lines that are kept back before it is worth looking which can be written."""
 
+MOST_REPLICAS = 10_000
+"""Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
+
 COMMON = ("count", "block_size", "key_tokens", "mode", "executor", "rate_scale", "slo")
 """Fields of the header that are the same for all replicas."""
 
@@ -105,7 +108,10 @@ class ClusterTrace:
         cache = ("count", "block_size", "key_tokens", "blocks")
         plugins = first["plugins"] | {"router": plain(router)}
         self._trace.begin(**{name: first[name] for name in cache}, plugins={})
-        rest = {name: value for name, value in first.items() if name not in (*cache, "plugins")}
+        # The deployment comes first, whoever has told it.
+        names = [name for name in ("model", "device", "recompute") if name in first]
+        names = [*dict.fromkeys([*names, *first])]
+        rest = {name: first[name] for name in names if name not in (*cache, "plugins")}
         replicas: list[dict[str, Any]] = []
         for each in headers:
             differs = {
@@ -113,11 +119,14 @@ class ClusterTrace:
                 for name, value in each.items()
                 if name not in COMMON and value != first.get(name)
             }
+            # Of optional fields only tiers may be there for some.
+            if "tiers" in first and "tiers" not in each:
+                differs["tiers"] = []
             if replicas and differs == {k: v for k, v in replicas[-1].items() if k != "count"}:
                 replicas[-1]["count"] += 1
             else:
                 replicas.append({"count": 1, **differs})
-        self._trace.describe(plugins=plugins, replicas=replicas, **rest, **header)
+        self._trace.describe(plugins=plugins, **rest, replicas=replicas, **header)
 
     @property
     def is_full(self) -> bool:

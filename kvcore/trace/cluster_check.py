@@ -96,8 +96,10 @@ class Moving:
 
 
 class ClusterChecker:
-    """Checks each event of a cluster's trace: as `TraceChecker` does for its replica, and
-    that every request is routed to one that is up, once at a time, until it has ended.
+    """Checks each event of a cluster's trace.
+
+    It is checked as `TraceChecker` does that of its replica; and every request is routed to a
+    replica that is up, to one at a time, until it has ended.
 
     Attributes:
         replicas: by number.
@@ -224,8 +226,10 @@ class ClusterChecker:
         moving = self._moving.get(request)
         if moving is not None and moving.source == number:
             if self._at[request] != number and moving.blocks != moving.missing:
-                violated(f"{moving.blocks} blocks of request {request!r} are moved, "
-                         f"{moving.missing} were missing")
+                violated(
+                    f"{moving.blocks} blocks of request {request!r} are moved, "
+                    f"{moving.missing} were missing"
+                )
             del self._moving[request]
             self._handed += self._at[request] != number
             if self._at[request] == number:

@@ -498,9 +498,9 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Route | Transfer | Fail | Return | Leave | Prefetch | Hit | Miss | Split | Alloc
-    | Commit | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt | Resume | Recover
-    | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
+    Header | Request | Route | Transfer | Fail | Return | Leave | Prefetch | Hit | Miss
+    | Split | Alloc | Commit | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt
+    | Resume | Recover | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {

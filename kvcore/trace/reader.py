@@ -137,18 +137,22 @@ class TraceReader(SealedReader["Event"]):
                 "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
             })  # fmt: skip
         else:
-            # With as many colons as names, none stands there twice.
-            colons = raw.count(b":")
-            plain = colons == self._required_names[type(event)]
-            if not (plain or colons == self._count_names(event)) or (
-                self._odd_bytes and ODD_BYTES.search(raw)
-            ):
-                self._must_be_as_written(raw, orjson.loads(raw))
-            if not plain:
-                self._check_placed(event)
+            self._check_names(raw, event)
             self._counts[name] = self._counts.get(name, 0) + 1
         self._time = now
         return event
+
+    def _check_names(self, raw: bytes, event: Event) -> None:
+        """Refuse a line that has a name twice, or is otherwise not written as kvcore does."""
+        # With as many colons as names, none stands there twice.
+        colons = raw.count(b":")
+        plain = colons == self._required_names[type(event)]
+        if not (plain or colons == self._count_names(event)) or (
+            self._odd_bytes and ODD_BYTES.search(raw)
+        ):
+            self._must_be_as_written(raw, orjson.loads(raw))
+        if not plain:
+            self._check_placed(event)
 
     def _check_placed(self, event: Event) -> None:
         """Refuse a replica in the trace of one server; of a cluster expect one from now on."""
@@ -177,8 +181,8 @@ class TraceReader(SealedReader["Event"]):
 class ServerReader(TraceReader):
     """Reads the trace of one server, or of one replica of a cluster as if it were that.
 
-    Lines keep their numbers; a request comes when it is routed to the replica. Once the life
-    of a replica is over nothing more is yielded, while the rest of the file is checked.
+    Of a replica, lines are numbered anew, a request comes when it is routed there, and once
+    its life is over nothing more is yielded, while the rest of the file is checked.
 
     Args:
         file: the trace.
@@ -211,8 +215,8 @@ class ServerReader(TraceReader):
                 yield from self._of_replica(header, lines)  # type: ignore[arg-type]
                 continue
             if self._number is not None:
-                msg = f"{self.file} is the trace of one server, which is no replica"
-                raise InputError(f"{msg}: leave --replica out")
+                msg = f"{self.file} is the trace of one server: leave --replica out"
+                raise InputError(msg)
             yield header
             yield from lines
 
@@ -231,6 +235,7 @@ class ServerReader(TraceReader):
             msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
             raise InputError(msg)
         yield replicas.headers[number]
+        n = 1
         for event in lines:
             try:
                 placed = replicas.place(event)
@@ -248,9 +253,12 @@ class ServerReader(TraceReader):
             if life not in (None, at):
                 continue
             if placed is not None and mine and event.event not in CHANGES:
-                yield placed[1]
-            elif event.event == "END" and replicas.up[number]:
-                yield event
+                event = placed[1]  # noqa: PLW2901
+            elif event.event != "END" or not replicas.up[number]:
+                continue
+            event.n = n
+            n += 1
+            yield event
         if life is not None and not 0 < life <= replicas.lives[number]:
             lives = replicas.lives[number]
             msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"

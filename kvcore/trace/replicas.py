@@ -18,13 +18,11 @@ from msgspec.structs import replace
 
 from kvcore.errors import InputError
 from kvcore.trace import events
+from kvcore.trace.cluster import MOST_REPLICAS
 from kvcore.trace.state import violated
 
 if TYPE_CHECKING:
     from kvcore.trace.events import Event, Header
-
-MOST_REPLICAS = 10_000
-"""Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
 
 
 def replica_headers(header: Header) -> list[Header]:
@@ -64,10 +62,10 @@ class Replicas:
         """
         self.headers = replica_headers(header)
         routing, count = header.routing or {}, len(self.headers)
-        up = routing.get("up", count)
-        if type(up) is not int or not 0 <= up <= count:
+        up = routing.get("up", list(range(count)))
+        if type(up) is not list or any(each not in range(count) for each in up):
             violated(f"routing says that {up!r:.40} of {count} replicas are up")
-        self.up = [number < up for number in range(count)]
+        self.up = [number in up for number in range(count)]
         self.lives = [int(each) for each in self.up]
         self.requests: dict[int | str, events.Request] = {}
         # The replicas that prefill requests which others decode.

@@ -17,7 +17,7 @@ from kvcore.cache import Residency
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace.fields import decode_runs
-from kvcore.trace.reader import TraceReader
+from kvcore.trace.reader import ServerReader
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -610,8 +610,12 @@ def run_blocks(runs: list[tuple[int, int]]) -> int:
     return sum(abs(count) for _, count in runs)
 
 
-def rebuild_residency(file: str | os.PathLike[str]) -> Residency:
+def rebuild_residency(
+    file: str | os.PathLike[str], replica: int | str | None = None
+) -> Residency:
     """Return the residency statistics of the run that a trace has recorded.
+
+    Of a cluster it is that of the `replica`, as `ServerReader` takes it.
 
     The state before each line says how old its blocks are: a HIT ages the spans on its path,
     a COMMIT stores, an EVICT of scope `cache` removes, and the halves of a SPLIT were stored
@@ -621,7 +625,7 @@ def rebuild_residency(file: str | os.PathLike[str]) -> Residency:
         InputError: the file cannot be opened.
         TraceError: a line is damaged, or the file is cut.
     """
-    reader = TraceReader(file)
+    reader = ServerReader(file, replica)
     rebuilt = reader.feed(_RebuiltResidency)
     reader.require_complete()
     return rebuilt.residency

@@ -82,3 +82,9 @@ def kvcore_workloads() -> list[type[Plugin]]:
 def kvcore_routers() -> list[type[Plugin]]:
     """Return the built-in routers."""
     return _classes("router")
+
+
+@hookimpl
+def kvcore_drafters() -> list[type[Plugin]]:
+    """Return the built-in drafters."""
+    return _classes("drafter")

@@ -77,6 +77,16 @@ def test_a_cluster_gives_the_table_that_processes_give(sweep, tmp_path):
     assert sweep(toml, "ray.csv") == sweep(toml, "local.csv", "local")
 
 
+def test_routers_are_swept_on_a_cluster(sweep):
+    """Each cell a fleet of its own, alike servers or not."""
+    toml = """workload = "zipf:requests=60,prefixes=4"
+replicas = [2, [{blocks = 90}, {count = 2, device = "h200"}]]
+router = ["round-robin", "least-requests"]
+fail = "replica=1,at=0.1,for=0.1"
+"""
+    assert sweep(toml, "ray.csv") == sweep(toml, "local.csv", "local")
+
+
 def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
     """Its cell is begun anew; the table is that of a sweep without deaths."""
     toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')

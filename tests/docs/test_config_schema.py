@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.online.route_config import RouteConfig
+
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "render_schemas.py"))
-config_schema, sweep_schema = SCRIPT["config_schema"], SCRIPT["sweep_schema"]
+names = ("config_schema", "route_schema", "sweep_schema")
+config_schema, route_schema, sweep_schema = map(SCRIPT.get, names)
 REFERENCE = ROOT / "docs" / "reference"
 
 
@@ -30,11 +33,11 @@ SWEEPS = [path.read_text("utf-8") for path in sorted((ROOT / "examples").glob("*
 def test_the_published_schemas_are_current(tmp_path):
     """Else write them again: `python docs/render_schemas.py`."""
     SCRIPT["main"](tmp_path)
-    for name in ("config.schema.json", "sweep.schema.json"):
+    for name in ("config.schema.json", "route.schema.json", "sweep.schema.json"):
         assert (REFERENCE / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-@pytest.mark.parametrize("make", [config_schema, sweep_schema])
+@pytest.mark.parametrize("make", [config_schema, route_schema, sweep_schema])
 def test_they_are_schemas(make):
     """Of the draft that they name."""
     jsonschema.Draft202012Validator.check_schema(json.loads(json.dumps(make())))
@@ -44,6 +47,24 @@ def test_they_are_schemas(make):
 def test_configuration_files_that_are_shown_are_valid(toml):
     """Those of `--config`."""
     jsonschema.validate(tomllib.loads(toml), config_schema())
+
+
+@pytest.mark.parametrize("toml", shown("how-to/serve.md"))
+def test_configurations_of_proxies_that_are_shown_are_valid(toml, tmp_path):
+    """And are read."""
+    jsonschema.validate(tomllib.loads(toml), route_schema())
+    path = tmp_path / "replicas.toml"
+    path.write_text(toml)
+    RouteConfig.from_toml(path)
+
+
+@pytest.mark.parametrize(
+    "toml", ["", "replicas = []", "replicas = [{}]", "replicas = ['a']\nrooter = 'x'"]
+)
+def test_what_proxies_refuse_is_invalid(toml):
+    """As far as a schema can tell."""
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tomllib.loads(toml), route_schema())
 
 
 @pytest.mark.parametrize("toml", [*SWEEPS, *shown("how-to/sweeps.md")])

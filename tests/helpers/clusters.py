@@ -11,6 +11,7 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import BLOCK, SLOT, Bent, Even
 
 from kvcore import KVCache, Router, Trace
+from kvcore import simulate_cluster as simulate_recorded
 from kvcore.cluster import Failure, parse_view, simulate_cluster
 from kvcore.cluster.phases import Split
 from kvcore.serving import Batching
@@ -93,6 +94,7 @@ def serve_cluster(
     scheduler="fcfs",
     latency=Even,
     tiers=(),
+    retention=None,
     trace=True,
     rate_scale=1.0,
     split=None,
@@ -102,8 +104,8 @@ def serve_cluster(
 ):
     """Serve `requests` with alike replicas; check that nothing is lost.
 
-    `view` is a view or its text; `failures` are texts or failures; a block has 64 bytes.
-    `split` is the text of split phases.
+    `view` is a view or its text, `scheduler` a name or what makes one; `failures` are texts
+    or failures; a block has 64 bytes. `split` is the text of split phases.
     """
     phases = None
     if split is not None:
@@ -124,6 +126,7 @@ def serve_cluster(
             blocks,
             block_size,
             eviction=build(eviction),
+            retention=None if retention is None else retention(),
             accounting="tokens",
             key_tokens=block_size if key_tokens is None else key_tokens,
             trace=recorder,
@@ -132,7 +135,7 @@ def serve_cluster(
             Tiers(cache, tiers, SLOT)
         return {
             "cache": cache,
-            "scheduler": scheduler_of(scheduler),
+            "scheduler": scheduler() if callable(scheduler) else scheduler_of(scheduler),
             "latency": latency(),
             "batching": Batching(**{"watermark": 0} | batching),
         }
@@ -148,7 +151,7 @@ def serve_cluster(
         trace=merged,
     )
     if merged is not None:
-        merged._trace.close()  # noqa: SLF001 - its writer is whoever made it
+        merged._trace.close()
     for lives in result.lives:
         # Blocks of growth that is only counted are nobody's when a replica fails.
         for life in lives if trace else lives[-1:]:
@@ -171,3 +174,29 @@ def serve_server(server, replicas=2, *, scheduler="fcfs", latency=Bent, **option
         latency=lambda: latency(reach=server.windows),
         **given,
     )
+
+
+@attrs.define(eq=False)
+class Fewest(Router):
+    """Sends a request to where the fewest are; asks what is cached, and does not mind it."""
+
+    name: ClassVar[str] = "fewest"
+
+    def cost(self, request, replica):
+        """Return the requests there."""
+        del request
+        return replica.requests
+
+
+ZIPF = "zipf:requests=30,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8,rate=50"
+
+
+def record_cluster(path, **options):
+    """Record three replicas with pools too small, of which one fails and returns; return path.
+
+    Its blocks leave, its requests are served again elsewhere, and its router sees all.
+    """
+    given = {"replicas": 3, "router": Fewest, "view": "exact", "blocks": 20}
+    given |= {"tensor_parallel": 1, "fail": "replica=1,at=0.3,for=0.1"}
+    simulate_recorded(ZIPF, trace=path, **(given | options))
+    return path

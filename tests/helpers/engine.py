@@ -229,6 +229,7 @@ def compute(
     dtype="fp32",
     codec=None,
     tiers=(),
+    drafter=None,
     **batching,
 ):
     """Serve `requests` on tensors, as `serving.serve` simulates it; return the same."""
@@ -260,6 +261,7 @@ def compute(
         clock=clock,
         stop_at_eos=stop_at_eos,
         seed=seed,
+        drafter=drafter,
     )
     writer.close()
     cache.check_integrity()

@@ -165,6 +165,7 @@ def serve(
     rate_scale=1.0,
     tiers=(),
     slot_bytes=SLOT,
+    drafter=None,
     **batching,
 ):
     """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`.
@@ -192,6 +193,7 @@ def serve(
         batching=Batching(**{"watermark": 0} | batching),
         rate_scale=rate_scale,
         jumps=jumps,
+        drafter=drafter,
     )
     if writer is not None:
         writer.close()

@@ -1,74 +1,34 @@
 """The simulator against queueing theory: one seat, and a token a microsecond.
 
 Arrivals are Poisson, a job's output is its service time, and its prompt a single token. The
-tolerance is the run's own: a 99.9 % confidence interval of the mean from 20 batch means,
-by Student's t with 19 degrees of freedom. So a right simulator fails once in a thousand
-seeds; the seed is fixed.
+tolerance is the run's own (`helpers.queueing.check`).
 """
 
-from math import ceil, exp, fsum, sqrt
-from random import Random
-from statistics import mean, stdev
+from math import fsum
 
-import attrs
 import pytest
-from helpers.serving import ask, serve
+from helpers.queueing import (
+    EXPONENTIAL,
+    FIXED,
+    LOAD,
+    REQUESTS,
+    SERVICE,
+    UNIFORM,
+    arrivals,
+    check,
+)
+from helpers.serving import serve
 
 from kvcore_plugins.latency import TokenRate
 from kvcore_plugins.scheduler import SRPT
-
-REQUESTS = 20_000
-LOAD = 0.7
-TOKENS = 1000
-"""Mean output: so fine-grained that a step matters less than the interval is wide."""
-
-SERVICE = TOKENS * 1000
-"""Mean service time, ns."""
-
-BATCHES = 20
-STUDENT_T = 3.883
-"""The 0.9995 quantile with 19 degrees of freedom."""
-
-
-@attrs.frozen
-class Service:
-    """A distribution of service times with mean 1: how to draw it, and its density."""
-
-    draw: object
-    density: object
-    longest: float
-
-
-EXPONENTIAL = Service(lambda random: random.expovariate(1), lambda x: exp(-x), 30)
-UNIFORM = Service(lambda random: random.uniform(0, 2), lambda _: 0.5, 2)
-FIXED = Service(lambda _: 1, None, 1)
-
-
-def arrivals(service, *, seed=1, load=LOAD):
-    """Yield requests whose work is `load` times what the server can do."""
-    random, now = Random(seed), 0.0
-    for number in range(REQUESTS):
-        now += random.expovariate(load / SERVICE)
-        output = max(ceil(service.draw(random) * TOKENS), 1)
-        yield ask(number, int(now), prompt=1, output=output)
 
 
 def run(requests, **options):
     """Serve them one at a time, preempting at steps; return the rows in order of arrival."""
     latency = TokenRate(prefill=1000, decode=1000)
     room = {"blocks": REQUESTS, "block_size": 1 << 20, "key_tokens": 1 << 20}
-    requests = [attrs.evolve(request, key_tokens=1 << 20) for request in requests]
     done = serve(requests, latency=latency, max_seqs=1, trace=False, **room, **options)
     return [done.rows[number] for number in range(REQUESTS)]
-
-
-def check(samples, expected):
-    """Check a mean (in service times) against theory, and that the interval says something."""
-    size = len(samples) // BATCHES
-    means = [mean(samples[i * size : (i + 1) * size]) for i in range(BATCHES)]
-    half = STUDENT_T * stdev(means) / sqrt(BATCHES)
-    assert half < expected / 4
-    assert abs(mean(means) - expected) <= half
 
 
 def waits(rows):

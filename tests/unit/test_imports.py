@@ -42,7 +42,7 @@ LAYERS = [
     {"report"},
     {"demo"},
     {"api"},
-    {"pages"},
+    {"online", "pages"},
     {"cli", "testing"},
     {"__init__", "__main__"},
 ]

@@ -11,9 +11,10 @@ import attrs
 import pytest
 from helpers import traces
 
-from kvcore import PluginError, compare, plan, simulate
+from kvcore import PluginError, compare, plan, simulate, simulate_cluster
 from kvcore.analysis import curve, explain, whatif
 from kvcore.analysis.quality import Quality, QualityRow
+from kvcore.analysis.routers import compare_routers
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.executors import ThisProcess
 from kvcore.notebook import data_frame
@@ -51,6 +52,8 @@ def quality():
 
 MADE = {
     "simulation": lambda _: simulate(SMALL),
+    "cluster": lambda _: simulate_cluster(SMALL, replicas=2),
+    "routers": lambda _: compare_routers(SMALL, "round-robin,lmetric", 2),
     "comparison": lambda _: compare(SMALL, "lru,optimum", [160, 400]),
     "curves": lambda _: curve(SMALL, "lru,optimum", [160, 400]),
     "plan": lambda _: plan(
@@ -139,6 +142,8 @@ def test_other_objects_have_no_view():
 
 COLUMNS = {
     "simulation": {"id", "ttft_s", "hit_tokens"},
+    "cluster": {"id", "replica", "ttft_s"},
+    "routers": {"replicas", "router", "hit_ratio", "goodput"},
     "comparison": {"eviction", "blocks", "hit_ratio_block"},
     "curves": {"eviction", "options", "blocks", "hit_blocks", "hit_ratio"},
     "plan": {"replicas", "gpus", "pool_bytes", "slo_met"},

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.clusters import Longest, serve_cluster
-from helpers.serving import BLOCK, SLOT, ask
+from helpers.serving import SLOT, ask
 
 from kvcore import InputError
 from kvcore.cluster.phases import Split
@@ -55,7 +55,7 @@ def test_chunks_move_while_the_next_is_computed():
 
 def test_latency_comes_after_the_transfer():
     """One block, 64 ns on the link and 100 ns of latency."""
-    split = f"prefill=1,decode=1,latency=100ns,bandwidth=1GB,overlap=whole"
+    split = "prefill=1,decode=1,latency=100ns,bandwidth=1GB,overlap=whole"
     assert times(serve([ask("a", prompt=4, output=2)], split), "a") == (10, 10 + 164 + 10)
 
 
@@ -89,7 +89,9 @@ def test_blocks_that_are_there_are_not_moved_again():
 
 def test_hits_count_once_where_a_prompt_is_prefilled():
     """The decode replica's lookups are no hits and no misses."""
-    requests = [ask(name, at, prompt=8, output=2, keys="ab") for name, at in (("a", 0), ("b", 500))]
+    requests = [
+        ask(name, at, prompt=8, output=2, keys="ab") for name, at in (("a", 0), ("b", 500))
+    ]
     result = serve(requests)
     assert (result.stats.lookup_tokens, result.stats.hit_tokens) == (16, 4)
 
@@ -164,7 +166,9 @@ def test_requests_of_a_replica_that_fails_are_served_again(overlap, replica, at)
 def test_a_pool_that_is_down_is_waited_for():
     """The decode replica returns at 500: its requests go on then."""
     split = f"{SLOW},overlap=whole"
-    result = serve([ask("a", prompt=4, output=2)], split, failures=["replica=1,at=0s,for=500ns"])
+    result = serve(
+        [ask("a", prompt=4, output=2)], split, failures=["replica=1,at=0s,for=500ns"]
+    )
     assert times(result, "a") == (10, 500 + 64 + 10)
 
 
@@ -177,7 +181,7 @@ def test_without_a_decode_replica_requests_are_refused():
 def test_a_mixed_replica_is_borrowed_for_a_long_queue():
     """Two prompts wait at the prefill replica: a third runs whole at the mixed one."""
     requests = [ask(name, prompt=8, output=3) for name in "abc"]
-    split = f"prefill=1,decode=1,mixed=1,queue=16,latency=0s"
+    split = "prefill=1,decode=1,mixed=1,queue=16,latency=0s"
     result = serve(requests, split)
     assert dict(zip(result.log.ids, result.replica, strict=True)) == {"a": 1, "b": 1, "c": 2}
 
@@ -185,7 +189,9 @@ def test_a_mixed_replica_is_borrowed_for_a_long_queue():
 def test_a_mixed_replica_is_borrowed_for_a_full_memory():
     """The decode replica has 9 of 10 blocks in use: the next request goes to the mixed one."""
     requests = [ask("a", prompt=36, output=4), ask("b", 100, prompt=4, output=4)]
-    result = serve(requests, "prefill=1,decode=1,mixed=1,latency=0s,overlap=whole", blocks=10, max_seqs=2)
+    result = serve(
+        requests, "prefill=1,decode=1,mixed=1,latency=0s,overlap=whole", blocks=10, max_seqs=2
+    )
     assert dict(zip(result.log.ids, result.replica, strict=True))["b"] in (1, 2)
 
 

@@ -40,6 +40,7 @@ NAMES = {
         "tool-ttl",
         "ttl",
     ],
+    "drafter": ["acceptance", "draft-model", "medusa", "prompt-lookup"],
     "generator": ["huggingface", "induction", "sincos", "transformer"],
     "latency": ["linear", "roofline", "table", "token-rate"],
     "prefix": ["hashed", "none", "radix"],

@@ -11,13 +11,22 @@ from helpers.traces import CACHE, forget, lines, record, rest, serve
 from kvcore.cache import Recorder
 from kvcore.request import Request
 from kvcore.trace import Trace, json_schema, read_events
-from kvcore.trace.events import EVENTS, Drop, Header, decode, describe_fields, find_fault
+from kvcore.trace.cluster import ClusterTrace
+from kvcore.trace.events import (
+    EVENTS,
+    OF_CLUSTERS,
+    Drop,
+    Header,
+    decode,
+    describe_fields,
+    find_fault,
+)
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 PAGE = (REFERENCE / "trace.md").read_text("utf-8")
 
-COMMON = ["n", "t", "event"]
+COMMON = ["n", "t", "event", "replica"]
 
 FREE = {"n": 3, "t": 0, "event": "FREE", "seq": 1, "runs": [[0, 2]], "reason": "close"}
 
@@ -49,9 +58,11 @@ def test_the_reference_describes_what_a_sequence_evicts():
 
 
 def test_the_reference_describes_what_every_line_has():
-    """The page has the three fields that every line has."""
+    """The page has the fields that every line has, or may have."""
     fields = describe_fields(EVENTS["FORK"])
-    assert rows("## What every line has") == {name: fields[name].holds for name in COMMON}
+    told = {name: fields[name].holds for name in COMMON}
+    told["replica"] += ", or left out"
+    assert rows("## What every line has") == told
 
 
 def test_the_reference_describes_no_other_event():
@@ -274,8 +285,34 @@ STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
 
 
 def test_every_event_has_a_method():
-    """A recorder can write every event but those that a file writes for itself."""
-    assert STRUCTS.keys() - CALLS.keys() == {"header", "request", "end"}
+    """A recorder can write every event but those that a file or a cluster writes for itself."""
+    of_clusters = {name.lower() for name in OF_CLUSTERS}
+    assert STRUCTS.keys() - CALLS.keys() == {"header", "request", "end"} | of_clusters
+
+
+def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
+    """Each event of the routing has a method, whose line has all of its fields."""
+    path, asked = tmp_path / "trace.jsonl", Request(id="r", prompt_tokens=2, key_tokens=1)
+    with Trace(path) as trace:
+        cluster = ClusterTrace(trace)
+        cluster.recorder(0).begin(**CACHE)
+        cluster.begin({"name": "random", "options": {}}, routing={"view": "index"})
+        cluster.request(asked, 1)
+        cluster.route(1, asked, 0, 32)
+        cluster.leave(2, 0)
+        cluster.fail(3, 0)
+        cluster.rejoin(4, 0)
+        cluster.refuse(5, asked, "full")
+        cluster.flush(6)
+    header, _, *lines, reject, _ = read_events(path)
+    assert [type(line) for line in lines] == [EVENTS[name] for name in
+                                              ("ROUTE", "LEAVE", "FAIL", "RETURN")]  # fmt: skip
+    for line in lines:
+        assert line.as_dict().keys() == {*describe_fields(type(line))}
+    assert (lines[0].request, lines[0].tokens, lines[0].replica) == ("r", 32, 0)
+    assert (reject.request, reject.why, reject.replica) == ("r", "full", msgspec.UNSET)
+    assert [record.count for record in header.replicas] == [1]
+    assert header.plugins["router"].name == "random"
 
 
 @pytest.mark.parametrize("method", CALLS)
@@ -285,7 +322,7 @@ def test_a_recorder_method_has_the_fields_of_its_event(method):
     fields = [
         field
         for field in msgspec.structs.fields(STRUCTS[method])
-        if field.name not in ("n", "t", "scope")
+        if field.name not in ("n", "t", "replica", "scope")
     ]
     if method == "drop":
         fields = [field for field in fields if field.name != "reason"]
@@ -312,7 +349,7 @@ def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
     assert type(full) is type(least) is STRUCTS[method]
     assert (full.t, least.t) == (7, 8)
     text = [list(json.loads(line)) for line in path.read_text().splitlines()]
-    assert text[1] == list(describe_fields(type(full)))
+    assert text[1] == [name for name in describe_fields(type(full)) if name != "replica"]
     required = [field.name for field in describe_fields(type(full)).values() if field.required]
     assert text[2] == required
     for name, value in given.items():

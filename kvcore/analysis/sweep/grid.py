@@ -33,7 +33,8 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
-    *("max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale", "slo", "seed"),
+    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale"),
+    *("slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which counts tokens."""
@@ -45,7 +46,7 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 CLUSTER = ("replicas", "view", "fail", "autoscale", "router")
 """The axes of several servers that share the requests."""
 
-PART = ("limit", "window", "tier", *CLUSTER)
+PART = ("limit", "window", "tier", "drafter", *CLUSTER)
 """The axes that a table has only where they are given."""
 
 

@@ -219,6 +219,7 @@ class CellRun:
             self.eviction = self.cache.eviction
         self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
         self.latency: LatencyModel | None = parts.latency() if cell.timed else None
+        self.drafter = None if cell.drafter is None else parts.built("drafter")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -277,6 +278,7 @@ class CellRun:
             batching=self.parts.batching,
             slo=self.parts.slo,
             rate_scale=self.parts.config.rate_scale,
+            drafter=self.drafter,
             residency=False,
         ).summary()
 
@@ -312,7 +314,8 @@ class CellRun:
         retention = None if cache is None else cache.retention
         tiers = parts.tiers()
         below = (*tiers, *(tier.eviction for tier in tiers))
-        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency, *below)
+        served = self.scheduler, self.latency, self.drafter
+        plugins = (self.eviction, prefix, retention, *served, *below)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),
             "mode": cell.mode,
@@ -342,7 +345,7 @@ class CellRun:
         return {
             "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
             "router": self._described(parts.router()),
-            "view": parts.config.view,
+            "view": str(parts.view()),
             "fail": [str(each) for each in parts.failures],
             "autoscale": parts.config.autoscale,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os.path
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from kvcore import Backend, Generator, InputError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator._shape import checked_dtype
-from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
+from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -192,11 +192,25 @@ class HuggingFace(Generator):
         logits = self.logits(batch, attend)
         return next_tokens(batch, logits, self.temperature, self.top_k)
 
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step; return what tokens are drawn from."""
+        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` by the tokenizer, or hashes of its words."""
         if self._tokenizer is None:
             return super().encode(text)
         return list(self._tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a chat by the template of the tokenizer, if it has one."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            return super().encode_chat(messages)
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+        return list(tokenizer.encode(str(text), add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids by the tokenizer, or the ids themselves."""

@@ -12,7 +12,7 @@ from kvcore.engine import Attend, RaggedBatch, Tensor
 from kvcore.engine.generator import Rotary
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator._shape import checked_dtype, without_torch
-from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
+from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
 
 MATCH, REST = 120.0, 102.0
 """Attention scores of a token that matches, and of the first token, where heads rest."""
@@ -175,6 +175,10 @@ class Induction(Generator):
         """Run a step; return the likeliest tokens, or samples."""
         logits = self.logits(batch, attend)
         return next_tokens(batch, logits, self.temperature)
+
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step; return what tokens are drawn from."""
+        return probabilities(self.logits(batch, attend), self.temperature)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return the codes of positions: cosines, then sines, `[rows, head_dim]`."""

@@ -47,13 +47,7 @@ def sample(
     if not temperature:
         likeliest: list[int] = logits.argmax(dim=-1).tolist()
         return likeliest
-    scores = logits.double()
-    # The likeliest token has 0, so that no quotient is infinite but where nothing is drawn.
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < scores.shape[-1]:
-        least = scores.topk(top_k).values[:, -1:]
-        scores = scores.masked_fill(scores < least, float("-inf"))
-    reached = scores.softmax(dim=-1).cumsum(dim=-1)
+    reached = probabilities(logits, temperature, top_k).cumsum(dim=-1)
     sums = reached[:, -1:].contiguous()
     levels = reached.new_tensor([uniform(*mark) for mark in marks]).unsqueeze(-1)
     tokens = torch.searchsorted(reached, levels * sums, right=True)
@@ -61,6 +55,24 @@ def sample(
     tokens = tokens.minimum(torch.searchsorted(reached, sums))
     drawn: list[int] = tokens.squeeze(-1).tolist()
     return drawn
+
+
+def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
+    """Return what `sample` draws from, in fp64: 1 for the likeliest token without temperature.
+
+    The arguments are as for `sample`.
+    """
+    import torch  # noqa: PLC0415 - hashes need no torch
+
+    scores = logits.double()
+    if not temperature:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1)
+    # The likeliest token has 0, so that no quotient is infinite but where nothing is drawn.
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
+    if top_k is not None and top_k < scores.shape[-1]:
+        least = scores.topk(top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    return scores.softmax(dim=-1)
 
 
 def sampled_rows(batch: RaggedBatch) -> list[int]:

@@ -12,7 +12,7 @@ from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
 from kvcore_plugins.generator._shape import checked_dtype, resized, without_torch
-from kvcore_plugins.generator.sampling import next_tokens, sampled_rows
+from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
 
 if TYPE_CHECKING:
     from kvcore_plugins.generator._decoder import Decoder
@@ -167,12 +167,17 @@ class Transformer(Generator):
         """
         tensor = self.backend.tensor
         states = self._decoder.states(tensor(batch.token_ids), tensor(batch.positions), attend)
-        return self._decoder.logits(states[sampled_rows(batch)])
+        self.states = states[sampled_rows(batch)]
+        return self._decoder.logits(self.states)
 
     def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
         """Run a step; return the likeliest tokens, or samples."""
         logits = self.logits(batch, attend)
         return next_tokens(batch, logits, self.temperature, self.top_k)
+
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step; return what tokens are drawn from."""
+        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
 
     def _parameters(self, spec: ModelSpec) -> int:
         """Return the count of numbers in all weight matrices and norms."""

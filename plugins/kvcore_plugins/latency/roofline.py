@@ -158,6 +158,15 @@ class Roofline(LatencyModel):
             },
         }
 
+    def for_model(self, model: ModelSpec | None, parameters: int = 0) -> Roofline:
+        """Return the same server with another model, whose K/V is kept alike."""
+        served = self.model if model is None else model
+        spec = find_model(served) if isinstance(served, str) else served
+        if parameters:
+            more, active = spec.parameters + parameters, spec.active_parameters + parameters
+            spec = attrs.evolve(spec, parameters=more, active_parameters=active)
+        return attrs.evolve(self, model=spec)
+
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
         """Refuse what no deployment can be like."""
         devices, problem = self.tensor_parallel, None

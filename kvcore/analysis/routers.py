@@ -1,0 +1,299 @@
+"""Compare routers: hits and latency of replicas, against one cache of all their memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import attrs
+
+from kvcore.analysis.belady import Future, belady
+from kvcore.analysis.comparison import SHARING, Source
+from kvcore.analysis.serial_replay import replay
+from kvcore.analysis.sweep import Executor, Grid, Plan
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.cache import KVCache
+from kvcore.cache.layout import BlockLayout
+from kvcore.config.cluster import ClusterParts
+from kvcore.config.run_config import replicas_text
+from kvcore.errors import PluginError
+from kvcore.notebook import Shown, data_frame
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import Spec, parse
+from kvcore.progress import Progress, silent
+from kvcore.request import Request
+from kvcore.workloads import Workload, check_keys
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+Fleet: TypeAlias = int | Sequence[Mapping[str, Any]]
+"""Replicas of a cluster: how many, or tables of options with a `count` each."""
+
+COLUMNS = {
+    "hit_ratio": "reuse_ratio_token",
+    "imbalance_requests": "imbalance_requests",
+    "imbalance_busy": "imbalance_busy",
+    "ttft_mean_s": "ttft_s_mean",
+    "ttft_p99_s": "ttft_s_p99",
+    "tpot_p99_s": "tpot_s_p99",
+    "goodput": "goodput",
+    "slo_met": "slo_met",
+    "rejected": "rejected",
+    "saturated": "saturated",
+}
+"""The attributes of a row, and the columns of a sweep that they are."""
+
+
+@attrs.frozen(kw_only=True)
+class RouterRow:
+    """A workload on replicas under one router.
+
+    Attributes:
+        replicas: how many, or as `replicas_text` writes unlike ones.
+        router: name and options.
+        hit_ratio: share of the prompt tokens that hit, in a pool or a tier below it.
+        share_of_optimum: that over what the optimum hits in one cache; None: it hits nothing.
+        imbalance_requests, imbalance_busy: requests, and busy time, of the replica with the
+            most, over the mean.
+        ttft_mean_s, ttft_p99_s, tpot_p99_s: s; None without any.
+        goodput: requests a second that meet their SLO.
+        slo_met: share of the requests that do.
+        rejected: requests that were turned away.
+        saturated: whether requests queued up for as long as they came; None: unknown.
+    """
+
+    replicas: int | str
+    router: str
+    hit_ratio: float | None
+    share_of_optimum: float | None
+    imbalance_requests: float | None
+    imbalance_busy: float | None
+    ttft_mean_s: float | None
+    ttft_p99_s: float | None
+    tpot_p99_s: float | None
+    goodput: float | None
+    slo_met: float | None
+    rejected: int
+    saturated: bool | None
+
+
+@attrs.frozen(kw_only=True)
+class SharedCache:
+    """What one cache hits that has the memory of all replicas.
+
+    Serial and untimed: requests come one after another, and what one has computed the next
+    one finds. A bound for routers where requests come in this order too; under a clock they
+    overlap, and running ones take room.
+
+    Attributes:
+        replicas: as in a row.
+        blocks: of the cache; those of tiers included.
+        hit_ratio: share of the prompt tokens that hit, with the eviction that replicas have.
+        optimum: with Belady's rule; None where that is no bound, as under a retention policy.
+    """
+
+    replicas: int | str
+    blocks: int
+    hit_ratio: float | None
+    optimum: float | None
+
+
+@attrs.frozen(kw_only=True)
+class RouterComparison(Shown):
+    """The result of `compare_routers`.
+
+    Attributes:
+        workload: what was served.
+        config: what was run, as `kvcore simulate --json` has it, of the first replicas.
+        view: what routers know of caches.
+        rows: for each number of replicas its routers, as they were asked for.
+        shared: one cache for each number of replicas.
+    """
+
+    workload: Source
+    config: dict[str, Any]
+    view: str
+    rows: list[RouterRow]
+    shared: list[SharedCache]
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [attrs.asdict(row) | {"replicas": str(row.replicas)} for row in self.rows]
+        return data_frame(rows, "`comparison.rows`")
+
+
+def compare_routers(
+    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    routers: str | Iterable[Any] | None = None,
+    replicas: int | Iterable[Fleet] | Sequence[Mapping[str, Any]] = 8,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RouterComparison:
+    """Serve a workload with replicas under each router, and once with one cache for all.
+
+    `compare_routers("mooncake", "round-robin,least-requests", replicas=[2, 4, 8])`.
+
+    Args:
+        workload: a plugin's name with options, the path of a file, or a workload.
+        routers: names with options (one text may hold several) or classes; None: all that are
+            installed.
+        replicas: how many; several numbers make a cluster each, and so does a list of tables
+            of options, with a `count` each.
+        executor: where simulations run; None: one after another in this process. Others need
+            routers that are installed.
+        progress: is told how many simulations are done; None: nobody is.
+        options: options of `RunConfig`, such as `tensor_parallel`, `view`, `fail`.
+
+    Raises:
+        InputError: no router, or an option or workload that cannot be.
+        PluginError: a plugin that cannot work here, or a simulation that failed.
+    """
+    if routers is None:
+        routers = map(Spec, Plugins().names("router"))
+    elif isinstance(routers, str):
+        routers = parse(routers)
+    fleets: list[Any] = [replicas] if isinstance(replicas, int) else list(replicas)
+    if all(isinstance(each, Mapping) for each in fleets):
+        fleets = [fleets]
+    one = {name: [value] for name, value in options.items()}
+    grid = Grid("simulate", workload=workload, replicas=fleets, router=[*routers], **one)
+    plan = Plan.of(grid)
+    shares = _Shares(plan)
+    results = {}
+    tasks = {task.digest: task for task in plan.tasks}
+    steps = len(tasks) + len(shares.parts)
+    name = shares.source.name
+    with (
+        (progress or silent)(f"comparing routers on {name}: simulations", steps) as tick,
+        closing((executor or ThisProcess()).run(tasks.values())) as outcomes,
+    ):
+        for outcome in outcomes:
+            if outcome.result is None:
+                router = _name(tasks[outcome.digest].cell.router)
+                msg = f"the simulation with router {router} failed: {outcome.error}"
+                raise PluginError(msg)
+            results[outcome.digest] = outcome.result
+            tick(1)
+        shared = {}
+        for text, cache in shares:
+            shared[text] = cache
+            tick(1)
+    rows = [
+        _row(axes, results[task.digest], shared[axes["replicas"]])
+        for task, axes in zip(plan.tasks, plan.rows, strict=True)
+    ]
+    return RouterComparison(
+        workload=attrs.evolve(
+            shares.source, requests=results[plan.tasks[0].digest]["requests"]
+        ),
+        config=shares.config,
+        view=plan.tasks[0].cell.view,
+        rows=rows,
+        shared=list(shared.values()),
+    )
+
+
+def _name(router: Any) -> str:
+    """Return a router as text: its name with options, or that of its class."""
+    return str(router if isinstance(router, str | Spec) else getattr(router, "name", router))
+
+
+def _row(axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache) -> RouterRow:
+    values = {name: result[column] for name, column in COLUMNS.items()}
+    hits, most = values["hit_ratio"], shared.optimum
+    return RouterRow(
+        replicas=axes["replicas"],
+        router=_name(axes["router"]),
+        share_of_optimum=hits / most if hits is not None and most else None,
+        **values,
+    )
+
+
+class _Shares:
+    """What one cache of the memory of all replicas hits, for each cluster of a plan.
+
+    Attributes:
+        parts: those of each cluster, by its replicas.
+        source: the workload.
+        config: what is run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.parts: dict[int | str, ClusterParts] = {}
+        workload: Workload | None = None
+        for task in plan.tasks:
+            text = replicas_text(cast("Any", task.cell.replicas))
+            if text not in self.parts:
+                self.parts[text] = parts = ClusterParts(task.cell, workload=workload)
+                workload = parts.workload
+        first = next(iter(self.parts.values()))
+        self.source = Source.of(first.workload)
+        cache = first.cache()
+        plugins = first.scheduler(), cache.eviction, cache.prefix, first.latency()
+        self.config = first.describe(*plugins, *first.tiers())
+        self._futures: dict[int, tuple[Future, array[int], array[int], int]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int | str, SharedCache]]:
+        """Yield the cluster, and what one cache hits."""
+        for text, parts in self.parts.items():
+            blocks = sum(each.blocks + each.tier_blocks for each in parts.members)
+            cache = self._cache(parts, blocks)
+            stats = replay(check_keys(parts.workload), cache)
+            hits = stats.ratios()["token"]
+            optimum = self._optimum(parts, blocks) if cache.prefix.name == SHARING else None
+            yield (
+                text,
+                SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum),
+            )
+
+    def _cache(self, parts: ClusterParts, blocks: int) -> KVCache:
+        return KVCache(
+            blocks,
+            parts.geometry.block_size,
+            eviction=parts.built("eviction"),
+            prefix=parts.built("prefix"),
+            accounting="tokens",
+            key_tokens=parts.workload.key_tokens,
+            recompute=parts.recompute,
+        )
+
+    def _optimum(self, parts: ClusterParts, blocks: int) -> float | None:
+        """Return the share of the prompt tokens that Belady's rule hits."""
+        if parts.config.retention is not None:
+            return None
+        size = parts.geometry.block_size
+        if size not in self._futures:
+            self._futures[size] = self._read(parts.workload, size)
+        future, shareable, limits, tokens = self._futures[size]
+        hits = array("i", bytes(4 * len(shareable)))
+        runs = future.starts, future.wanted, future.ends
+        # Tiers keep nothing of a prompt that need not stay.
+        bypass = bool(parts.config.tier)
+        belady(shareable, future.lengths, *runs, blocks, bypass, hits)
+        return sum(map(min, hits, limits)) * size / tokens if tokens else None
+
+    @staticmethod
+    def _read(workload: Workload, size: int) -> tuple[Future, array[int], array[int], int]:
+        """Return the future of a workload, and of each request what may be shared, and hit."""
+        layout = BlockLayout("tokens", size, workload.key_tokens)
+        shareable, limits, tokens = array("i"), array("i"), 0
+
+        def requests() -> Iterator[Request]:
+            nonlocal tokens
+            for request in check_keys(workload):
+                prompt = layout.prompt(request)
+                shareable.append(prompt.cacheable)
+                limits.append(prompt.limit)
+                tokens += prompt.tokens
+                yield request
+
+        return Future.read(requests(), layout), shareable, limits, tokens

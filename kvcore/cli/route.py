@@ -1,0 +1,83 @@
+"""`kvcore route`: a proxy in front of several servers, routed by a plugin."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcore.cli.output import file_path, input_file
+from kvcore.cli.verb import Count, echo, plugin_completion, verb
+from kvcore.errors import InputError
+
+
+@verb(
+    "kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002 --router prefix-affinity",
+    "kvcore route --config replicas.toml --trace day.jsonl.gz",
+    more="Ctrl-C and SIGTERM let requests in flight end, and make the trace whole. Limits and "
+    "time-outs are keys of the file: see docs/reference/cli.md.",
+)
+@click.argument("urls", nargs=-1, metavar="[URL]...")
+@click.option(
+    "--config",
+    callback=input_file,
+    metavar="FILE",
+    help="TOML file with servers and options; those on the command line win.",
+)
+@click.option(
+    "--router",
+    metavar="PLUGIN",
+    help="Router: which of several servers gets a request.  [default: round-robin]",
+    **plugin_completion("router"),
+)
+@click.option(
+    "--view",
+    help="What the router knows of caches: what was sent where (index), or the KV events of "
+    "the servers (events).  [default: index]",
+)
+@click.option("--host", help="Address to listen at.  [default: 127.0.0.1]")
+@click.option(
+    "--port", type=Count(0), help="Port to listen at; 0 takes a free one.  [default: 8000]"
+)
+@click.option(
+    "--trace",
+    callback=file_path,
+    metavar="FILE",
+    help="JSONL file to write requests to, and where each was sent.",
+)
+def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None:
+    """Route the requests of an OpenAI-style API to several servers.
+
+    URL is where a server's API is, such as http://127.0.0.1:8001. Completions and chats, with
+    and without streaming, go to the server that the router picks; one that dies before its
+    answer has begun is replaced by another.
+    """
+    from kvcore.online.proxy import run  # noqa: PLC0415 - a slow room
+    from kvcore.online.route_config import RouteConfig  # noqa: PLC0415 - as above
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if urls:
+        given["replicas"] = list(urls)
+    if config is not None:
+        made = RouteConfig.from_toml(config, **given)
+    elif urls:
+        made = RouteConfig.of(**given)
+    else:
+        msg = "name the servers: kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002"
+        raise InputError(msg)
+
+    def ready(url: str) -> None:
+        if not _is_loopback(made.host):
+            echo(f"kvcore: {made.host} is no loopback: whoever reaches it can use it", err=True)
+        echo(f"kvcore: {len(made.replicas)} servers at {url}; Ctrl-C ends", err=True)
+
+    run(made, ready)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

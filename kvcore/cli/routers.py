@@ -1,0 +1,123 @@
+"""`kvcore routers`: what each router hits, and how it fares, against one cache for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvcore.analysis.routers import compare_routers
+from kvcore.analysis.sweep import executor_named
+from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.cli.compare import pool_sizes
+from kvcore.cli.options import (
+    batching_options,
+    names_from_file,
+    part_options,
+    policy_options,
+    shared,
+    traffic_options,
+    workload_argument,
+)
+from kvcore.cli.output import (
+    emit_json,
+    json_option,
+    plot_file,
+    plot_option,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.config.run_config import option_names
+from kvcore.plugins import Plugins
+from kvcore.report.routers import RoutersReport
+from kvcore.workloads.selection import find_workload
+
+
+def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]:
+    """Read a list of numbers, such as `2,4,8`; the tables of a file are one cluster."""
+    del ctx
+    if isinstance(value, tuple) and all(isinstance(each, Mapping) for each in value):
+        return [value]
+    return pool_sizes(param.opts[0], str(value), "expected numbers, such as 2,4,8")
+
+
+@verb(
+    "kvcore routers --replicas 8 --tensor-parallel 1",
+    "kvcore routers requests.jsonl --replicas 2,4,8 --routers round-robin,least-requests",
+)
+@workload_argument
+@part_options
+@click.option(
+    "--routers",
+    metavar="LIST",
+    help="Routers, such as round-robin,least-requests.  [default: all that are installed]",
+    **plugin_completion("router"),
+)
+@click.option(
+    "--replicas",
+    callback=_fleets,
+    type=click.UNPROCESSED,
+    metavar="LIST",
+    default="8",
+    help="Numbers of servers that share the requests.",
+)
+@shared("view")
+@shared("fail")
+@policy_options
+@shared("model")
+@shared("device")
+@shared("tensor_parallel")
+@shared("codec")
+@shared("blocks", text="Number of KV blocks in a pool.  [default: as many as fit]")
+@shared("memory")
+@batching_options
+@traffic_options
+@click.option(
+    "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
+)
+@click.option(
+    "--executor",
+    metavar="WHERE",
+    help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
+)
+@plot_option
+@json_option
+@click.pass_context
+def routers(ctx: click.Context, /, **given: Any) -> None:
+    """Serve WORKLOAD with several servers under each router, and compare.
+
+    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
+    file of any known format. Without it, it is the trace that comes with kvcore.
+
+    One table has hits, how evenly servers are busy, latencies and goodput, and what one cache
+    of all their memory hits, with the same eviction and at best. Several --replicas show how
+    both change with their number.
+    """
+    names_from_file(ctx, given | {"trace": None, "out": None})
+    source = find_workload(given["workload"], Plugins(), given["seed"])
+    jobs, where = given["jobs"], given["executor"]
+    alone = jobs == 1 and where in (None, "local")
+    options = {
+        name: given[name]
+        for name in option_names()
+        if name in given and name not in ("workload", "replicas") and given[name] is not None
+    }
+    with plot_file(given["picture"], source.options().values()) as write_plot:
+        found = compare_routers(
+            source,
+            given["routers"],
+            given["replicas"],
+            executor=ThisProcess() if alone else executor_named(where or "local", jobs),
+            progress=progress,
+            **options,
+        )
+        report = RoutersReport(found)
+        write_plot(report.chart().plot)
+    if given["as_json"]:
+        emit_json(report.document())
+    else:
+        print_sections(
+            report.headline, (report.headers, report.rows, report.right), report.reading
+        )

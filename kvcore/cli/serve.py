@@ -1,0 +1,117 @@
+"""`kvcore serve`: the engine behind an OpenAI-style API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcore.cli.options import (
+    batching_options,
+    config_of,
+    config_option,
+    names_from_file,
+    naming,
+    shared,
+)
+from kvcore.cli.output import file_path, seconds
+from kvcore.cli.verb import Count, echo, verb
+from kvcore.config import EngineParts
+from kvcore.workloads import PromptWorkload
+
+if TYPE_CHECKING:
+    from kvcore.online.server import Server
+
+
+@verb(
+    "kvcore serve --port 8001",
+    "kvcore serve --generator huggingface:model=./my-model --kv-events tcp://127.0.0.1:5557",
+    more="Ctrl-C and SIGTERM let open requests end, check the cache, and make the trace whole.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option(
+    "--port",
+    type=Count(0),
+    default=8001,
+    show_default=True,
+    help="Port to listen at; 0 takes a free one.",
+)
+@click.option("--name", help="Name of the model for clients.  [default: the model's own]")
+@click.option(
+    "--requests",
+    type=Count(),
+    default=1024,
+    show_default=True,
+    help="Largest number of requests that run or wait; more are answered with 503.",
+)
+@click.option(
+    "--body",
+    type=Count(),
+    default=1 << 20,
+    show_default=True,
+    help="Largest number of bytes of a request.",
+)
+@click.option(
+    "--client-timeout",
+    callback=seconds,
+    default="30",
+    metavar="SECONDS",
+    help="Time in which clients send a request, and take each part of an answer.",
+)
+@click.option(
+    "--grace",
+    callback=seconds,
+    default="10",
+    metavar="SECONDS",
+    help="Time that open requests have when the server ends.",
+)
+@click.option(
+    "--kv-events",
+    metavar="ADDRESS",
+    help="Where KV events are published over ZMQ, such as tcp://127.0.0.1:5557.",
+)
+@click.option("--kv-replay", metavar="ADDRESS", help="Where they can be asked for again.")
+@shared("generator")
+@shared("backend")
+@shared("model", mode="run", text="Model of the generator.  [default: a tiny one]")
+@shared("dtype")
+@shared("codec", mode="run", text="Codec: how K/V is kept.  [default: as in --dtype]")
+@shared("threads")
+@shared("scheduler")
+@shared("eviction")
+@shared("prefix")
+@shared("tier")
+@shared("blocks")
+@shared("memory", text="Bytes of K/V in the pool.  [default: 256MiB]")
+@batching_options
+@shared("seed")
+@config_option
+@click.option(
+    "--trace",
+    callback=file_path,
+    metavar="FILE",
+    help="JSONL file to write every decision to; compressed if it ends in .gz or .zst.",
+)
+@click.pass_context
+def serve(ctx: click.Context, /, **given: Any) -> None:
+    """Serve a model to clients of an OpenAI-style API, streamed or not.
+
+    Cache, scheduler and engine are those of `kvcore run`, by the clock on the wall: a small
+    server for demonstrations and tests, and to record what one's own clients ask for. There is
+    no access control: who reaches the address can use it.
+    """
+    from kvcore.online.server import ServeConfig, run  # noqa: PLC0415 - a slow room
+
+    given["out"] = None
+    from_file = names_from_file(ctx, given)
+    names = ("host", "port", "name", "requests", "body", "client_timeout", "grace")
+    listening = {name: given.pop(name) for name in names}
+    sent = {name: given.pop(name) for name in ("kv_events", "kv_replay", "trace")}
+    config = ServeConfig(**listening, **sent)
+    options = {**given, "workload": PromptWorkload((), given["block_size"]), "clock": "wall"}
+    parts = EngineParts(config_of(options, "run"), naming=naming(given["config"], from_file))
+
+    def ready(server: Server) -> None:
+        echo(f"kvcore: {server.model} at {server.url}; Ctrl-C ends", err=True)
+
+    run(parts, config, ready)

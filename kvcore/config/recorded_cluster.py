@@ -1,0 +1,65 @@
+"""Build the parts of a recorded cluster again, or a cluster of servers that were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvcore.config.cluster import ClusterParts
+from kvcore.config.parts import RunParts
+from kvcore.config.recorded import RecordedParts, replica_groups
+from kvcore.plugins import Plugin, describe
+from kvcore.trace.fields import plain
+
+ROUTED = ("replicas", "router", "view", "fail", "autoscale")
+"""Options that only a cluster has."""
+
+
+class RecordedCluster(RecordedParts, ClusterParts):
+    """The parts of a recorded cluster that is run again, some of them different.
+
+    Args: as for `RecordedParts`. Options of servers are different for all replicas; other
+    `replicas` are what the first one was, but for options of their own.
+    """
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the configuration in which the trace was recorded, as JSON has it."""
+        header = self._header
+        if "replicas" not in header:
+            return super().recorded() | {"replicas": 1, "fail": []}
+        records, routing = header["replicas"], header["routing"]
+        alike = len(records) == 1
+        return super().recorded() | {
+            "replicas": records[0]["count"] if alike else records,
+            "router": header["plugins"]["router"],
+            **{name: routing[name] for name in ROUTED[2:] if name in routing},
+        }
+
+    def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
+        """Return the configuration of the new run in the same form; these plugins ran it."""
+        planner = self.planner()
+        scaled = {} if planner is None else {"autoscale": plain(describe(planner))}
+        replicas = self.recorded()["replicas"]
+        if "replicas" in self._changed:
+            replicas = self.config.replicas
+        return super().rerun(plugins) | {
+            "replicas": plain(replicas),
+            "view": self.config.view,
+            "fail": [str(each) for each in self.failures],
+            **scaled,
+        }
+
+    def header(self) -> dict[str, Any]:
+        """Return what the new header has besides what its replicas and its router say."""
+        return {name: self._header[name] for name in ("mode", "workload", "seed")}
+
+    def _grouped(self) -> list[tuple[int, RunParts]]:
+        recorded = replica_groups(self._header)
+        same = {name: each for name, each in self._changes.items() if name not in ROUTED}
+        groups = [(count, own, same) for count, own in recorded]
+        if "replicas" in self._changed:
+            groups = [(count, recorded[0][1], same | own) for count, own in self.tables]
+        return [
+            (count, RecordedParts(self._file, header, self.workload, changes, self.plugins))
+            for count, header, changes in groups
+        ]

@@ -1,0 +1,271 @@
+"""The executor that verifies drafts: one pass of the model over several tokens a sequence.
+
+What a sequence generates does not depend on a drafter. Tokens that were chosen are accepted
+if they are what the model draws, by the same seed and index as without a drafter: the output
+is the same, token for token. Of tokens that were drawn from probabilities q, x is accepted
+with probability min(1, p(x) / q(x)), else the token is drawn from max(0, p - q), normalized:
+it has the distribution p of the model exactly.
+
+Source: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
+decoding", ICML 2023; Chen et al., "Accelerating large language model decoding with speculative
+sampling", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from time import perf_counter_ns
+from typing import Any
+
+import attrs
+
+from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
+from kvcore.engine.executor import ScheduledSequence, TensorExecutor
+from kvcore.engine.generator import Attend
+from kvcore.errors import InputError, KvcoreError
+from kvcore.plugins import FAILURES, policy_error
+from kvcore.plugins.base import wrong_answer
+from kvcore.request import Key
+from kvcore.serving import Job, StepResult, StepWork
+from kvcore.serving.acceptance import DraftedStep
+from kvcore.serving.drafter import Drafter
+from kvcore.serving.speculation import step_ps, with_drafts
+
+Weights = Sequence[float]
+"""Probabilities of all tokens, by id."""
+
+
+class SpeculativeTensorExecutor(TensorExecutor):
+    """Computes steps in which decoding sequences verify drafts.
+
+    In the batch each draft is a sequence by itself, with the block table of its own and one
+    token more of context than the one before: since a layer stores the K/V of all tokens
+    before it attends, that is the same computation. Any generator and backend can verify.
+
+    Args:
+        drafter: drafts the tokens.
+        seed: as for `TensorExecutor`, with all its other arguments.
+
+    Attributes:
+        drafted: what became of the drafts of each step of a sequence.
+
+    Raises:
+        InputError: as `TensorExecutor`; the drafter cannot work here.
+    """
+
+    def __init__(
+        self, *arguments: Any, drafter: Drafter, seed: int = 0, **options: Any
+    ) -> None:
+        if not isinstance(drafter, TokenDrafter):
+            msg = (
+                f"drafter {drafter.name!r} drafts no tokens: it is for simulations; take "
+                "prompt-lookup, draft-model or medusa"
+            )
+            raise InputError(msg)
+        super().__init__(*arguments, seed=seed, **options)
+        drafter.bind()
+        drafter.attach(self.latency, seed)
+        self.drafter = drafter
+        self.plugins = (*self.plugins, drafter)
+        self.drafted: list[DraftedStep] = []
+        self._ask(drafter.load, self._generator, self._backend, seed)
+
+    def speculate(
+        self,
+        work: StepWork,
+        chunks: Sequence[tuple[Job, int]],
+        decoding: Sequence[Job],
+        limits: Sequence[int],
+    ) -> StepResult:
+        """Compute one step; return its duration, its effects and what was accepted."""
+        began_ns = perf_counter_ns()
+        prefilled = [self._prefilled(job, tokens) for job, tokens in chunks]
+        newest = [self._scheduled(job, job.length, 1, job.generated) for job in decoding]
+        drafts = self._drafts(newest, limits)
+        counts = [len(draft.tokens) for draft in drafts]
+        if prefilled:
+            ids = [each.job.request.id for each in prefilled]
+            self._ask(self.drafter.on_prefill, ids, self._batch(prefilled))
+        behind = [
+            attrs.evolve(
+                first,
+                block_table=self._blocks(first.job, first.context + place + 1),
+                context=first.context + place,
+                position=first.position + place,
+                token_ids=[token],
+                output_index=first.job.generated + place,
+            )
+            for first, draft in zip(newest, drafts, strict=True)
+            for place, token in enumerate(draft.tokens, 1)
+        ]
+        # Drafts go before the newest tokens: the last sequences are measured as decoding.
+        sequences = [*prefilled, *behind, *newest]
+        sampled = any(draft.probabilities is not None for draft in drafts)
+        outcomes = self._forward(sequences, self._weigh if sampled else None)
+        first = len(prefilled)
+        tokens = [
+            drawn(each, row.stream.seed, row.output_index or 0)
+            if isinstance(each, list)
+            else each
+            for each, row in zip(outcomes[:first], prefilled, strict=True)
+        ]
+        ended, named = self._append(prefilled, tokens)
+        # Where the outcomes of each sequence are: that of its newest token, then of drafts.
+        own, places = len(sequences) - len(newest), []
+        for number, count in enumerate(counts):
+            places.append([own + number, *range(first, first + count)])
+            first += count
+        verified = [
+            (count, self._verify(job, draft, [outcomes[at] for at in where], ended, named))
+            for job, draft, count, where in zip(decoding, drafts, counts, places, strict=True)
+        ]
+        self.drafted += [
+            (job.request.id, job.generated, *each)
+            for job, each, limit in zip(decoding, verified, limits, strict=True)
+            if limit
+        ]
+        lasts = [*range(len(prefilled))]
+        lasts += [
+            where[accepted] for where, (_, accepted) in zip(places, verified, strict=True)
+        ]
+        self._tell(sequences, lasts)
+        if self._wall:
+            whole = with_drafts(work, decoding, counts, self.latency.windows)
+            took_ps = self._spent_ps(began_ns, sequences, whole)
+        else:
+            took_ps = step_ps(self.latency, self.drafter, work, decoding, counts)
+        return StepResult(took_ps, ended, named, verified)
+
+    def _drafts(
+        self, newest: Sequence[ScheduledSequence], limits: Sequence[int]
+    ) -> list[Draft]:
+        """Ask for drafts of the sequences that may have some; the others get none.
+
+        Raises:
+            PolicyError: the drafter failed, or drafted more than it may, or what is no token.
+        """
+        asked = {
+            number: DraftSequence(
+                each.job.request.id,
+                each.stream,
+                each.position,
+                each.job.generated,
+                limit,
+                self._blocks(each.job, each.context + 1 + limit),
+            )
+            for number, (each, limit) in enumerate(zip(newest, limits, strict=True))
+            if limit
+        }
+        found = [Draft()] * len(newest)
+        if not asked:
+            return found
+        drafts = self._ask(self.drafter.drafts, [*asked.values()])
+        known = range(self._generator.vocabulary)
+        for (number, each), draft in zip(asked.items(), drafts, strict=True):
+            if len(draft.tokens) > each.most or any(t not in known for t in draft.tokens):
+                call = f"drafts() of up to {each.most} tokens of {len(known)}"
+                raise wrong_answer(self.drafter, call, f"{draft.tokens!r}")
+            found[number] = draft
+        return found
+
+    def _verify(
+        self,
+        job: Job,
+        draft: Draft,
+        outcomes: Sequence[Any],
+        ended: list[tuple[Job, int]],
+        named: list[tuple[Job, Sequence[Key]]],
+    ) -> int:
+        """Append accepted drafts and the token after them; return how many were accepted."""
+        stream, index = self.streams[job.request.id], job.generated
+        weights = None if draft.probabilities is None else draft.probabilities.tolist()
+        accepted = 0
+        for accepted, outcome in enumerate(outcomes):
+            drafted = draft.tokens[accepted] if accepted < len(draft.tokens) else None
+            token = outcome
+            if isinstance(outcome, list):
+                marks = stream.seed, index + accepted
+                if drafted is None or weights is None:
+                    token = drawn(outcome, *marks)
+                else:
+                    levels = uniform("accept", *marks), uniform("residual", *marks)
+                    token = judged(outcome, weights[accepted], drafted, *levels)
+            # An output key of the request may stand for another token.
+            appended = stream.append(token)
+            if appended in self._eos_token_ids and len(stream.output) < job.output_tokens:
+                ended.append((job, len(stream.output)))
+                break
+            if appended != drafted:
+                break
+        keys = stream.new_keys(
+            ended[-1][1] if ended and ended[-1][0] is job else job.output_tokens
+        )
+        if keys:
+            named.append((job, keys))
+        return accepted
+
+    def _weigh(self, batch: RaggedBatch, attend: Attend) -> list[list[float] | None]:
+        """Run the model; return the probabilities of the sequences that sample."""
+        rows = iter(self._generator.probabilities(batch, attend).tolist())
+        return [None if index is None else next(rows) for index in batch.output_indices]
+
+    def _tell(self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]) -> None:
+        """Tell the drafter from which states the newest tokens were drawn."""
+        row_of, rows = {}, 0
+        for number, each in enumerate(sequences):
+            if each.output_index is not None:
+                row_of[number] = rows
+                rows += 1
+        told = [number for number in lasts if number in row_of]
+        ids = [sequences[number].job.request.id for number in told]
+        self._ask(self.drafter.on_drawn, ids, [row_of[number] for number in told])
+
+    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the drafter; report its exceptions as its own."""
+        try:
+            return method(*arguments)
+        except KvcoreError:
+            raise
+        except FAILURES as error:
+            raise policy_error(self.drafter, method.__name__, error) from error
+
+
+def uniform(what: str, seed: int, index: int) -> float:
+    """Return the number in [0, 1) that a seed and an index have for `what`."""
+    digest = blake2b(f"{what} {seed} {index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def drawn(p: Weights, seed: int, index: int) -> int:
+    """Return a token drawn from `p`."""
+    return inverted(p, uniform("draw", seed, index))
+
+
+def judged(p: Weights, q: Weights, drafted: int, level: float, other: float) -> int:
+    """Return the token that `drafted`, drawn from `q`, becomes: itself, or another one.
+
+    It has the distribution `p`. O(vocabulary).
+
+    Args:
+        p: probabilities of the model.
+        q: probabilities that it was drawn from.
+        drafted: the token.
+        level: a number drawn from [0, 1), by which it is accepted.
+        other: likewise, by which another one is drawn.
+    """
+    if level * q[drafted] < p[drafted]:
+        return drafted
+    return inverted([max(0.0, a - b) for a, b in zip(p, q, strict=True)], other)
+
+
+def inverted(weights: Weights, level: float) -> int:
+    """Return the first token whose cumulated weight exceeds the share `level` of the sum."""
+    reached, wanted, last = 0.0, level * sum(weights), 0
+    for token, weight in enumerate(weights):
+        if weight > 0:
+            reached, last = reached + weight, token
+            if reached > wanted:
+                break
+    return last

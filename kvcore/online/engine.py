@@ -1,0 +1,335 @@
+"""The engine of a server: the loop of `kvcore run` on a thread, fed while it runs.
+
+HTTP (asyncio)                          engine (one thread)
+--------------                          -------------------
+submit ----> inbox --------------------> begin: take, plan
+cancel ----> left  --------------------> abort
+queue  <---- call_soon_threadsafe <----- end: a step, tokens out
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter_ns
+from typing import Any
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.engine.executor import TensorExecutor
+from kvcore.online.stored import StoredBlocks
+from kvcore.request import Key, Request, TextRequest
+from kvcore.serving.batcher import Batching
+from kvcore.serving.loop import NEVER, Arrivals, RunLog, ServingLoop
+from kvcore.serving.scheduler import DONE, Job, Scheduler
+from kvcore.units import NS_PER_S, PS_PER_NS
+
+FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
+"""How a request ends."""
+
+GONE = "its client has gone"
+
+
+@attrs.frozen
+class Tokens:
+    """Tokens of a request that have come, or its end.
+
+    Attributes:
+        ids: the new token ids.
+        end: how it has ended; None: more come.
+        reason: why, where that needs words.
+        hit: prompt tokens that hit.
+    """
+
+    ids: Sequence[int] = ()
+    end: str | None = None
+    reason: str | None = None
+    hit: int = 0
+
+
+Listener = Callable[[Tokens], None]
+"""Called on the engine's thread with what comes of a request."""
+
+
+class LiveInbox(Arrivals):
+    """Requests that come while the loop runs. `put` and `leave` may be called by any thread."""
+
+    def __init__(self, on_ended: Callable[[Request, int], None]) -> None:
+        super().__init__(())
+        # Never empty, so that the loop tells of every end.
+        self.following[""] = []
+        self._on_ended = on_ended
+        self._coming: deque[Request] = deque()
+        self.changed = threading.Condition()
+        self.left: set[int | str] = set()
+        self.closing = False
+
+    def put(self, request: Request) -> None:
+        """Add a request."""
+        with self.changed:
+            self._coming.append(request)
+            self.next_at = 0
+            self.changed.notify()
+
+    def leave(self, request: int | str) -> None:
+        """Let a request end: its client has gone."""
+        with self.changed:
+            self.left.add(request)
+            self.changed.notify()
+
+    def close(self) -> None:
+        """Let the loop end when it has nothing left to do."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+
+    def take(self) -> tuple[int, Request]:
+        """Remove and return the next request; its time is 0, which stands for now."""
+        with self.changed:
+            request = self._coming.popleft()
+            self.next_at = 0 if self._coming else NEVER
+        return 0, request
+
+    def ended(self, request: Request, now: int) -> None:
+        """Tell of a request that has ended."""
+        self._on_ended(request, now)
+
+    def check_all_came(self) -> None:
+        """Do nothing: no request waits for another here."""
+
+
+class Tally(RunLog):
+    """Counts of a server that never ends: no row a request.
+
+    Attributes:
+        requests: those that have ended, by how.
+        prompt_tokens, output_tokens, hit_tokens: of those that have finished.
+        ttft_ns, e2e_ns: sums of their times.
+        why: the last one was rejected.
+        cancelled: the last one whose client has gone.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.requests = dict.fromkeys((FINISHED, REJECTED, CANCELLED), 0)
+        self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
+        self.ttft_ns = self.e2e_ns = 0
+        self.why = ""
+        self.cancelled: int | str | None = None
+
+    def ended(self, job: Job, now: int) -> None:
+        """Count a request that has ended."""
+        if job.request.id == self.cancelled:
+            self.requests[CANCELLED] += 1
+            return
+        self.requests[FINISHED] += 1
+        self.prompt_tokens += job.request.prompt_tokens
+        self.output_tokens += job.output_tokens
+        self.hit_tokens += job.hit
+        self.ttft_ns += (job.first_token or now) - job.arrival
+        self.e2e_ns += now - job.arrival
+
+    def rejected(self, job: Job, why: str) -> None:
+        """Count a request that could not be served."""
+        self.why = why
+        how = CANCELLED if job.request.id == self.cancelled else REJECTED
+        self.requests[how] += 1
+
+
+@attrs.define(eq=False)
+class OpenRequest:
+    """A request between its arrival and its end.
+
+    Attributes:
+        job: its job.
+        listener: called with what comes of it.
+        sent: output tokens that were told.
+        ended: whether it has ended, which is told after its last tokens.
+    """
+
+    job: Job
+    listener: Listener
+    sent: int = 0
+    ended: bool = False
+
+
+class LiveLoop(ServingLoop):
+    """The serving loop by the clock on the wall, with clients that come and go.
+
+    Args:
+        cache, scheduler, executor, batching: as for `ServingLoop`.
+        stored: hears which blocks are stored and leave; None: nobody wants to know.
+
+    Attributes:
+        inbox: where requests are put.
+        open: those that have arrived and not ended, by id.
+        listeners: of requests that are put into the inbox, by id; set before.
+    """
+
+    log: Tally
+
+    def __init__(
+        self,
+        cache: KVCache,
+        scheduler: Scheduler,
+        executor: TensorExecutor,
+        batching: Batching,
+        stored: StoredBlocks | None = None,
+    ) -> None:
+        self.inbox = LiveInbox(self._gone)
+        super().__init__(self.inbox, cache, scheduler, executor, batching)
+        tally = Tally(cache.pool.blocks)
+        tally.itl, self.log = self.log.itl, tally
+        self.open: dict[int | str, OpenRequest] = {}
+        self.listeners: dict[int | str, Listener] = {}
+        self._tensors = executor
+        self._stored = stored
+        self._leaving: set[int | str] = set()
+        self._began_ns = perf_counter_ns()
+
+    def begin(self) -> bool:
+        """Take what has come, let go of those whose clients have gone, and plan."""
+        elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
+        self.clock_ps = max(self.clock_ps, elapsed_ps)
+        if self.inbox.left or self._leaving:
+            self._let_go()
+        return super().begin()
+
+    def end(self) -> None:
+        """Run a step, and tell its tokens."""
+        super().end()
+        self._tensors.measured.clear()
+        streams = self._tensors.streams
+        for name in list(streams):
+            each = self.open[name]
+            new = streams[name].output[each.sent :]
+            if new:
+                each.sent += len(new)
+                each.listener(Tokens(new, hit=each.job.hit))
+            if each.ended:
+                del streams[name], self.open[name]
+                each.listener(Tokens(end=FINISHED, hit=each.job.hit))
+
+    def _take_arrivals(self, now: int) -> None:
+        inbox = self.inbox
+        while inbox.next_at <= now:
+            _, request = inbox.take()
+            self._arrive(request, now, now)
+
+    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
+        if self._stored is not None and isinstance(request, TextRequest):
+            self._stored.opened(request)
+        job = super()._arrive(request, now, arrival, **known)
+        listener = self.listeners.pop(request.id)
+        if job.stage == DONE:
+            listener(Tokens(end=REJECTED, reason=self.log.why))
+        else:
+            self.open[request.id] = OpenRequest(job, listener)
+        return job
+
+    def _name(self, named: Iterable[tuple[Job, Sequence[Key]]], now: int) -> None:
+        named = list(named)
+        if self._stored is not None:
+            for job, keys in named:
+                self._stored.generated(job, keys, self._tensors.streams[job.request.id])
+        super()._name(named, now)
+
+    def _wait(self) -> bool:
+        """Wait until a request comes, or a load or timer is due; return False at the end."""
+        batcher, inbox = self.batcher, self.inbox
+        due = [heap[0][0] for heap in (batcher.timers, batcher.loads) if heap]
+        now = self.clock_ps // PS_PER_NS
+        seconds = max((min(due) - now) / NS_PER_S, 0) if due else None
+        with inbox.changed:
+            if inbox.next_at == NEVER and not inbox.left:
+                if inbox.closing and not self.open:
+                    return False
+                inbox.changed.wait(seconds)
+        return True
+
+    def _gone(self, request: Request, now: int) -> None:
+        """Called when a request has ended, in any way."""
+        del now
+        if request.id in self.open:
+            self.open[request.id].ended = True
+        if self._stored is not None and isinstance(request, TextRequest):
+            self._stored.closed(request)
+
+    def _let_go(self) -> None:
+        """Abort the requests whose clients have gone.
+
+        One that waits for a transfer, or for its blocks after a preemption, is left until then.
+        """
+        inbox = self.inbox
+        with inbox.changed:
+            left, inbox.left = inbox.left | self._leaving, set()
+        self._leaving = set()
+        for name in left:
+            each = self.open.get(name)
+            # One that is not open is in the inbox, or has ended.
+            if each is not None and self._abort(each):
+                continue
+            if each is not None or name in self.listeners:
+                self._leaving.add(name)
+
+    def _abort(self, each: OpenRequest) -> bool:
+        """End a request before its time; return False if that has to wait until it runs."""
+        name = each.job.request.id
+        self.log.cancelled = name
+        if not self.abort(each.job, GONE):
+            return False
+        self._tensors.streams.pop(name, None)
+        del self.open[name]
+        each.listener(Tokens(end=CANCELLED))
+        return True
+
+
+class LiveEngine:
+    """A thread that serves, and what one asks it.
+
+    Args:
+        loop: the loop.
+        on_failure: called on the engine's thread with an error that has ended it.
+    """
+
+    def __init__(self, loop: LiveLoop, on_failure: Callable[[BaseException], None]) -> None:
+        self.loop = loop
+        self.failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="kvcore-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Serve `request`; `listener` is called on the engine's thread, last with an end."""
+        self.loop.listeners[request.id] = listener
+        self.loop.inbox.put(request)
+        if self.failure is not None:
+            listener(Tokens(end=FAILED, reason=str(self.failure)))
+
+    def cancel(self, request: int | str) -> None:
+        """End a request whose client has gone."""
+        self.loop.inbox.leave(request)
+
+    def close(self) -> None:
+        """End when all requests have ended, and wait for that."""
+        self.loop.inbox.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        loop = self.loop
+        try:
+            loop.run()
+        except BaseException as error:  # noqa: BLE001 - it would be lost with the thread
+            self.failure = error
+            ended = Tokens(end=FAILED, reason=str(error))
+            for listener in (
+                *(each.listener for each in loop.open.values()),
+                *loop.listeners.values(),
+            ):
+                listener(ended)
+            self._on_failure(error)

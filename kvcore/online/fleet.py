@@ -1,0 +1,274 @@
+"""The servers behind the proxy: which are up, what each has in flight, where a request goes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable, Collection
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvcore.cluster import Dispatcher, PrefixView, Replica, Router, parse_view
+from kvcore.cluster.views import SentIndex
+from kvcore.errors import InputError, KvcoreError, PolicyError
+from kvcore.kv_events.subscriber import Server
+from kvcore.online.event_view import FollowedEvents
+from kvcore.online.route_config import RouteConfig, Upstream
+from kvcore.online.traffic import Flight, Metrics, TrafficLog
+from kvcore.plugins import Plugins, describe, resolve
+from kvcore.plugins.options import Spec
+from kvcore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+_USAGE = re.compile(
+    rb"^(?:vllm:|kvcore_)kv_cache_usage_perc(?:\{[^}\n]*\})? (\S+)$", re.MULTILINE
+)
+
+MOST_BLOCKS = 1 << 20
+"""Entries of the router's own index, unless it is told: some 300 MB."""
+
+MOST_METRICS = 4 << 20
+"""Bytes of the metrics of a server that are read."""
+
+
+@attrs.define(eq=False)
+class Upkeep:
+    """A server at work.
+
+    Attributes:
+        options: what was said of it.
+        replica: what the router sees of it.
+        usage: share of its blocks in use, as its metrics say.
+        failures: in a row.
+        attempts: what it has in flight.
+    """
+
+    options: Upstream
+    replica: Replica
+    usage: float = 0.0
+    failures: int = 0
+    attempts: set[Attempt] = attrs.field(factory=set)
+
+    def __attrs_post_init__(self) -> None:
+        """Tell the replica where its figures are."""
+        rate = self.options.prefill_rate
+        self.replica.connect(lambda: self.usage, lambda tokens, _: tokens / rate)
+
+
+@attrs.define(eq=False)
+class Attempt:
+    """A request at a server.
+
+    Attributes:
+        flight: the request.
+        server: where it is.
+        deadline: the wait for its first byte, as long as that goes on.
+        open: whether it counts as in flight.
+    """
+
+    flight: Flight
+    server: Upkeep
+    deadline: asyncio.Timeout | None = None
+    open: bool = True
+
+
+class Fleet:
+    """Sends requests where the router says, and watches over the servers.
+
+    Args:
+        config: the options.
+
+    Raises:
+        InputError, PluginError: a router or a view that cannot be had.
+    """
+
+    def __init__(self, config: RouteConfig) -> None:
+        self._config = config
+        self._began = monotonic_ns()
+        self.metrics = Metrics()
+        router = _router(config)
+        self.servers = [
+            Upkeep(each, Replica(at, each.blocks, each.block_size, each.max_seqs))
+            for at, each in enumerate(config.replicas)
+        ]
+        self._view = _view(config, self.now)
+        self.dispatcher = Dispatcher(
+            router, [each.replica for each in self.servers], self._view
+        )
+        self.log: TrafficLog | None = None
+        if config.trace is not None:
+            replicas = self.dispatcher.replicas
+            routing = {"view": config.view}
+            self.log = TrafficLog(
+                config.trace, describe(router), routing, replicas, config.key_tokens
+            )
+
+    def now(self) -> int:
+        """Return the time since the start, ns."""
+        return monotonic_ns() - self._began
+
+    async def watch(self, session: ClientSession) -> None:
+        """Check all servers from time to time, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for server in self.servers:
+                tasks.create_task(self._watch(server, session))
+            tasks.create_task(self._sync())
+
+    async def check(self, server: Upkeep, session: ClientSession) -> None:
+        """Ask a server whether it is healthy, and how full."""
+        try:
+            async with asyncio.timeout(self._config.health_interval):
+                async with session.get(f"{server.options.url}/health") as answer:
+                    healthy = answer.status == 200  # noqa: PLR2004
+                if healthy and not server.replica.up:
+                    server.failures = 0
+                    self._join(server)
+                async with session.get(f"{server.options.url}/metrics") as answer:
+                    if healthy and answer.status == 200:  # noqa: PLR2004
+                        found = _USAGE.search(await answer.content.read(MOST_METRICS))
+                        server.usage = float(found[1]) if found else 0.0
+        except Exception:  # noqa: BLE001 - whatever a server does is its own fault
+            healthy = False
+        if healthy:
+            server.failures = 0
+        else:
+            self.failed(server)
+
+    def failed(self, server: Upkeep) -> None:
+        """Count a failure of a server, which is down after some in a row."""
+        server.failures += 1
+        if server.replica.up and server.failures >= self._config.failures:
+            self._leave(server)
+
+    def begin(self, flight: Flight) -> None:
+        """Expect the end of a request that has arrived."""
+        if self.log is not None:
+            self.log.begin(flight)
+
+    def finish(self, flight: Flight) -> None:
+        """Write a request that has ended to the trace."""
+        self._write(lambda log: log.end(flight))
+
+    def _write(self, write: Callable[[TrafficLog], None]) -> None:
+        """Write to the trace; a disk that is full ends the trace, not the traffic."""
+        if self.log is not None:
+            try:
+                write(self.log)
+            except KvcoreError as error:
+                log, self.log = self.log, None
+                log.discard()
+                warn(f"{error}; the proxy goes on without a trace")
+
+    def send(self, flight: Flight, tried: Collection[int] = ()) -> Attempt | None:
+        """Return an attempt at the server that the router picks; None: there is none.
+
+        Raises:
+            PolicyError: the router failed.
+        """
+        now = self.now()
+        replica = self.dispatcher.route(flight.request, now, tried)
+        if replica is None:
+            return None
+        server, hits = self.servers[replica.number], replica.hit_tokens
+        flight.routes.append((now, replica.number, hits))
+        attempt = Attempt(flight, server)
+        server.attempts.add(attempt)
+        name = server.options.name
+        self.metrics.in_flight.labels(name).inc()
+        self.metrics.prompt_tokens.labels(name).inc(flight.request.prompt_tokens)
+        self.metrics.hit_tokens.labels(name).inc(hits)
+        return attempt
+
+    def first_byte(self, attempt: Attempt) -> None:
+        """Count an attempt whose answer has begun."""
+        now, flight, server = self.now(), attempt.flight, attempt.server
+        server.failures = 0
+        seconds = (now - flight.request.arrival) / NS_PER_S
+        self.metrics.first_byte.labels(server.options.name).observe(seconds)
+        if attempt.open:
+            self.dispatcher.first_token(flight.request, server.replica, now)
+
+    def end(self, attempt: Attempt) -> None:
+        """Count an attempt that is over; a second call does nothing."""
+        if attempt.open:
+            attempt.open = False
+            server = attempt.server
+            server.attempts.discard(attempt)
+            self.metrics.in_flight.labels(server.options.name).dec()
+            try:
+                self.dispatcher.ended(attempt.flight.request, server.replica, self.now())
+            except PolicyError as error:
+                warn(str(error))
+
+    async def start(self, session: ClientSession) -> None:
+        """Find out which servers are up, and follow their events."""
+        if isinstance(self._view, FollowedEvents):
+            self._view.start()
+        for server in self.servers:
+            self.metrics.up.labels(server.options.name).set(0)
+        await asyncio.gather(*(self.check(server, session) for server in self.servers))
+
+    async def stop(self) -> None:
+        """Close what was opened."""
+        if isinstance(self._view, FollowedEvents):
+            await self._view.stop()
+        self._write(lambda log: log.close(self.now()))
+
+    async def _watch(self, server: Upkeep, session: ClientSession) -> None:
+        while True:
+            await asyncio.sleep(self._config.health_interval)
+            await self.check(server, session)
+
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._write(lambda log: log.sync(self.now()))
+
+    def _join(self, server: Upkeep) -> None:
+        warn(f"{server.options.name} is up")
+        self.metrics.up.labels(server.options.name).set(1)
+        self.dispatcher.joined(server.replica, self.now())
+
+    def _leave(self, server: Upkeep) -> None:
+        warn(f"{server.options.name} is down")
+        self.metrics.up.labels(server.options.name).set(0)
+        for attempt in list(server.attempts):
+            self.end(attempt)
+            if attempt.deadline is not None and not attempt.deadline.expired():
+                # Nothing has come of it: it is sent elsewhere at once.
+                attempt.deadline.reschedule(asyncio.get_running_loop().time())
+        self.dispatcher.left(server.replica, self.now())
+
+
+def _router(config: RouteConfig) -> Router:
+    given: Any = config.router
+    if isinstance(given, Spec) and config.seed is not None:
+        given = Plugins().build("router", given, {"seed": config.seed})
+    router: Router = resolve("router", given)
+    return router
+
+
+def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
+    if config.view == "events":
+        servers = [
+            Server(address=each.kv_events or "", replay=each.kv_replay)
+            for each in config.replicas
+        ]
+        return FollowedEvents(servers, config.key_tokens, clock)
+    view = parse_view(config.view)
+    if not isinstance(view, SentIndex):
+        msg = f"view: {config.view!r} is for simulations; take index or events"
+        raise InputError(msg)
+    if view.blocks is None:
+        view.blocks = MOST_BLOCKS
+    return view
+
+
+def warn(sentence: str) -> None:
+    """Print a sentence on stderr."""
+    sys.stderr.write(f"kvcore: {sentence}\n")

@@ -1,0 +1,151 @@
+"""What the proxy knows of a request: the call of a client, and the `Request` of the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import orjson
+
+from kvcore.errors import InputError
+from kvcore.request import Request, TextRequest, block_keys, chain_keys
+
+MOST_KEYS = 8_192
+"""Blocks of a prompt that are looked at: a longer one has the keys of its beginning."""
+
+MOST_TEXT = 128
+"""Characters of the name of a session."""
+
+ASKED_OUTPUT = 16
+"""Tokens that a completion has if neither its client nor its server says how many."""
+
+
+@attrs.define(eq=False)
+class Call:
+    """A call of the API, as its client made it.
+
+    Attributes:
+        path: of the API, such as `/v1/completions`.
+        document: the body.
+        stream: whether its answer is streamed.
+        counted: whether its client asked for the usage at the end of a stream.
+    """
+
+    path: str
+    document: dict[str, Any]
+    stream: bool
+    counted: bool
+
+    @classmethod
+    def read(cls, path: str, body: bytes) -> Call:
+        """Return the call whose body is given.
+
+        Raises:
+            InputError: it is no JSON object, or has no prompt.
+        """
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            msg = f"the body is not JSON: {error}"
+            raise InputError(msg) from error
+        needed = "messages" if path.endswith("chat/completions") else "prompt"
+        kinds = (list,) if needed == "messages" else (str, list)
+        if not isinstance(document, dict) or not isinstance(document.get(needed), kinds):
+            msg = f"the body must be a JSON object with {needed!r}"
+            raise InputError(msg)
+        options = document.get("stream_options")
+        counted = isinstance(options, dict) and options.get("include_usage") is True
+        return cls(path, document, document.get("stream") is True, counted)
+
+    def body(self, *, count: bool) -> bytes:
+        """Return the body for a server, which is asked to `count` the tokens of a stream."""
+        document = self.document
+        if count and self.stream:
+            options = document.get("stream_options")
+            options = options if isinstance(options, dict) else {}
+            document = {**document, "stream_options": {**options, "include_usage": True}}
+        return orjson.dumps(document)
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What `/tokenize` of a server is asked with."""
+        names = ("model", "messages", "prompt", "tools", "add_special_tokens")
+        return {name: self.document[name] for name in names if name in self.document}
+
+    @property
+    def tokens(self) -> list[int] | None:
+        """The tokens of the prompt, where the client sent tokens."""
+        prompt = self.document.get("prompt")
+        if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
+            return prompt
+        return None
+
+    @property
+    def most_output(self) -> int:
+        """Tokens that the client asks for at most."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            if type(most := self.document.get(name)) is int and most > 0:
+                return min(most, 1 << 20)
+        return ASKED_OUTPUT
+
+    def request(
+        self,
+        number: int,
+        now: int,
+        session: str | None,
+        *,
+        tokens: list[int] | None,
+        key_tokens: int,
+        key_chars: int,
+    ) -> Request:
+        """Return the request that the router gets: nothing of it is in the future.
+
+        Args:
+            number: its id.
+            now: the time, ns.
+            session: that the client named in a header.
+            tokens: of the prompt; None: its blocks are those of the text.
+            key_tokens: tokens in a block.
+            key_chars: bytes of text that stand for a block.
+        """
+        salt = self.document.get("cache_salt")
+        salt = salt if isinstance(salt, str) else None
+        session = session or next(
+            filter(None, map(self._text, ("prompt_cache_key", "user"))), ""
+        )
+        more: dict[str, Any] = {
+            "id": number,
+            "arrival": now,
+            "key_tokens": key_tokens,
+            "session": session[:MOST_TEXT] or None,
+        }
+        model = self.document.get("model")
+        if tokens is not None:
+            try:
+                keys = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
+            except InputError:  # a server may have other ids; it is to refuse them
+                tokens = None
+            else:
+                return TextRequest(
+                    prompt_tokens=len(tokens), keys=keys, tokens=tokens, salt=salt, **more
+                )
+        text = self._prompt()
+        ends = range(key_chars, min(len(text), MOST_KEYS * key_chars) + 1, key_chars)
+        blocks = [text[end - key_chars : end] for end in ends]
+        _, *keys = chain_keys([f"{model}\n{salt}", *blocks])
+        length = max(1, len(text) * key_tokens // key_chars)
+        return Request(prompt_tokens=length, keys=keys, salt=salt, **more)
+
+    def _prompt(self) -> bytes:
+        """Return the prompt such that what two prompts have in common stands first."""
+        if isinstance(prompt := self.document.get("prompt"), str):
+            return prompt.encode()
+        if prompt is not None:
+            return orjson.dumps(prompt)
+        tools = self.document.get("tools")
+        parts = [orjson.dumps(tools)] if tools else []
+        return b"".join([*parts, *map(orjson.dumps, self.document["messages"])])
+
+    def _text(self, name: str) -> str | None:
+        value = self.document.get(name)
+        return value if isinstance(value, str) else None

@@ -1,0 +1,619 @@
+"""The proxy: an OpenAI-style API in front of several servers, routed by a plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import orjson
+
+from kvcore.errors import InputError, KvcoreError
+from kvcore.extras import import_extra
+from kvcore.online.fleet import Attempt, Fleet, Upkeep, warn
+from kvcore.online.prompts import Call
+from kvcore.online.route_config import RouteConfig
+from kvcore.online.traffic import Flight
+from kvcore.request import Request
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession, web
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+PASSED_ON = ("authorization", "traceparent", "tracestate", "user-agent", "x-request-id")
+"""Headers of clients that servers get. All others end here, those of the connection too."""
+
+PASSED_BACK = ("cache-control", "content-type", "retry-after", "x-request-id")
+"""Headers of servers that clients get."""
+
+ELSEWHERE = {429, 502, 503, 504}
+"""Statuses by which a server says that another one may do it."""
+
+MOST_EVENT = 4 << 20
+"""Bytes of the longest event of a stream."""
+
+LARGE = 1 << 20
+"""Bytes that aiohttp wants in a file: it sends them in parts."""
+
+MOST_HEADERS = 64
+LONGEST_HEADER = 8_190
+
+IDLE_SECONDS = 3.0
+"""After this a connection to a server is not used again: vLLM closes its own after five."""
+
+LINGERING_SECONDS = 2.0
+"""For the rest of a request that was answered before it was read."""
+
+GONE = 499
+"""The status that metrics have for a client that went away, as nginx has it."""
+
+OK, TOO_SLOW, NOT_JSON, FAILED, NO_SERVER = 200, 408, 415, 500, 503
+
+
+class UnservedError(Exception):
+    """A server did not answer, or not with what can be passed on; the message says why.
+
+    Attributes:
+        failure: whether the server is to blame.
+    """
+
+    def __init__(self, why: str, *, failure: bool = True) -> None:
+        super().__init__(why)
+        self.failure = failure
+
+
+@attrs.define(eq=False)
+class Answer:
+    """An answer that has begun, or that is whole.
+
+    Attributes:
+        response: of the server.
+        data: its first bytes, or all.
+        stream: whether more follow; None: it is whole.
+    """
+
+    response: ClientResponse
+    data: bytes
+    stream: EventStream | None
+
+
+class EventStream:
+    """The events of a streamed answer, which are passed on whole.
+
+    Args:
+        flight: the request, whose lengths are counted.
+        counted: whether the client gets the usage at the end.
+    """
+
+    def __init__(self, flight: Flight, *, counted: bool) -> None:
+        self._flight, self._counted = flight, counted
+        self._rest = b""
+        self.cached = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what can be passed on with `data`, the next bytes.
+
+        Raises:
+            UnservedError: an event is too long.
+        """
+        data = self._rest + data
+        end = max((found.end() for found in _EVENT_ENDS(data)), default=0)
+        whole, self._rest = data[:end], data[end:]
+        if len(self._rest) > MOST_EVENT:
+            msg = "an event of its stream is too long"
+            raise UnservedError(msg)
+        self._flight.output += whole.count(b'"choices":[{') + whole.count(b'"choices": [{')
+        if b'"usage"' not in whole:
+            return whole
+        events = whole.splitlines(keepends=True)
+        return b"".join(line for line in _paired(events) if not self._take(line))
+
+    def rest(self) -> bytes:
+        """Return what follows the last whole event."""
+        return self._rest
+
+    def _take(self, event: bytes) -> bool:
+        """Note the usage in an event; return whether the client has not asked for it."""
+        if not event.startswith(b"data:") or b'"usage"' not in event:
+            return False
+        try:
+            document = orjson.loads(event[len(b"data:") :])
+        except orjson.JSONDecodeError:
+            return False
+        if not isinstance(document, dict) or not isinstance(document.get("usage"), dict):
+            return False
+        self.cached = take_usage(self._flight, document["usage"])
+        return not self._counted and document.get("choices") == []
+
+
+_EVENT_ENDS = re.compile(rb"\r?\n\r?\n").finditer
+
+
+def _paired(lines: list[bytes]) -> list[bytes]:
+    """Return lines with the empty ones that end their events."""
+    events: list[bytes] = []
+    for line in lines:
+        if not line.strip() and events:
+            events[-1] += line
+        else:
+            events.append(line)
+    return events
+
+
+def take_usage(flight: Flight, usage: dict[str, Any]) -> int:
+    """Note the lengths that a server has counted; return the prompt tokens that were cached."""
+    prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if type(prompt) is int and prompt > 0:
+        flight.prompt = prompt
+    if type(output) is int and output >= 0:
+        flight.output = output
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    return cached if type(cached) is int and cached > 0 else 0
+
+
+class Proxy:
+    """The proxy, on the running loop of asyncio.
+
+    Args:
+        config: the options.
+
+    Attributes:
+        url: where it listens, once it is started.
+
+    Raises:
+        InputError, PluginError: options that cannot be, or packages that are missing.
+    """
+
+    def __init__(self, config: RouteConfig) -> None:
+        self.config = config
+        self._aiohttp = import_extra("aiohttp", "a proxy", "serve")
+        self._web: Any = import_extra("aiohttp.web", "a proxy", "serve")
+        self.fleet = Fleet(config)
+        self.url = ""
+        self._numbers = self._turn = self._busy = 0
+        self._closing = False
+
+    async def start(self) -> None:
+        """Find out which servers are up, and listen.
+
+        Raises:
+            InputError: the address cannot be listened at.
+        """
+        config, loop = self.config, asyncio.get_running_loop()
+        connector = self._aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+        timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout)
+        self._session: ClientSession = self._aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            cookie_jar=self._aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity"},
+        )
+        await self.fleet.start(self._session)
+
+        async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._errors(http, handler)
+
+        app = self._web.Application(
+            client_max_size=config.body, middlewares=[self._web.middleware(errors)]
+        )
+        for path in PATHS:
+            app.router.add_post(path, self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = self._web.AppRunner(
+            app,
+            access_log=None,
+            logger=_logger(self._aiohttp.http_exceptions.HttpProcessingError),
+            handler_cancellation=True,
+            keepalive_timeout=config.client_timeout,
+            lingering_time=min(config.client_timeout, LINGERING_SECONDS),
+            max_headers=MOST_HEADERS,
+            max_line_size=LONGEST_HEADER,
+            max_field_size=LONGEST_HEADER,
+            shutdown_timeout=config.shutdown_timeout,
+        )
+        await self._runner.setup()
+        try:
+            self._server = await loop.create_server(self._accept, config.host, config.port)
+        except OSError as error:
+            await self.stop()
+            msg = f"port {config.port} of {config.host}: {error.strerror or error}"
+            raise InputError(msg) from error
+        host, port, *_ = self._server.sockets[0].getsockname()
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._watching = loop.create_task(self.fleet.watch(self._session))
+
+    async def stop(self) -> None:
+        """Listen no more, wait for requests in flight, and close what was opened."""
+        self._closing = True
+        if self.url:
+            self._server.close()
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+        await self._runner.cleanup()
+        await self._session.close()
+        await self.fleet.stop()
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        """Return what serves a connection, or closes it if there are too many."""
+        server: Any = self._runner.server
+        if len(server.connections) >= self.config.connections:
+            return _Refusal()
+        protocol: asyncio.BaseProtocol = server()
+        return protocol
+
+    async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer errors as the API does."""
+        try:
+            response: web.StreamResponse = await handler(http)
+        except self._web.HTTPException as error:
+            return self._error(error.status, error.reason)
+        except InputError as error:
+            return self._error(400, str(error))
+        except KvcoreError as error:
+            return self._error(FAILED, str(error))
+        return response
+
+    def _error(self, status: int, message: str, replica: str = "") -> web.Response:
+        """Return an error as the API has them, which is counted."""
+        self.fleet.metrics.requests.labels(replica, str(status)).inc()
+        headers = {"Retry-After": "1"} if status == NO_SERVER else {}
+        response: web.Response = self._web.Response(
+            body=error_body(status, message),
+            status=status,
+            content_type="application/json",
+            headers=headers,
+        )
+        if status == TOO_SLOW:
+            response.force_close()
+        return response
+
+    async def _health(self, http: web.Request) -> web.Response:
+        """Say how many servers are up; with none, or at the end, the proxy is not healthy."""
+        del http
+        up, of = len(self.fleet.dispatcher.up), len(self.fleet.servers)
+        healthy = up > 0 and not self._closing
+        answer: web.Response = self._web.json_response(
+            {"status": "ok" if healthy else "unavailable", "up": up, "replicas": of},
+            status=OK if healthy else NO_SERVER,
+        )
+        return answer
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        """Return the metrics."""
+        del http
+        answer: web.Response = self._web.Response(
+            body=self.fleet.metrics.text(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+        return answer
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        """Pass on the models of the first server that tells."""
+        for replica in self.fleet.dispatcher.up:
+            server = self.fleet.servers[replica.number]
+            try:
+                async with asyncio.timeout(self.config.connect_timeout):
+                    response = await self._session.get(
+                        f"{server.options.url}/v1/models", headers=self._headers(http)
+                    )
+                    async with response:
+                        data = await self._whole(response, b"")
+            except (self._aiohttp.ClientError, OSError, UnservedError):
+                continue
+            answer: web.Response = self._web.Response(
+                body=data, status=response.status, headers=_back(server, response)
+            )
+            return answer
+        return self._error(NO_SERVER, "no server is up")
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        """Answer a completion, unless there are too many."""
+        if self._busy >= self.config.concurrency or self._closing:
+            return self._error(NO_SERVER, "the limit of requests in flight is reached")
+        self._busy += 1
+        try:
+            call = await self._read(http)
+            tokens = call.tokens
+            if tokens is None and self.config.by_tokens:
+                tokens = await self._tokenize(http, call)
+            self._numbers += 1
+            request = call.request(
+                self._numbers - 1,
+                self.fleet.now(),
+                http.headers.get("x-session-id"),
+                tokens=tokens,
+                key_tokens=self.config.key_tokens,
+                key_chars=self.config.key_chars,
+            )
+            return await self._serve(http, call, request)
+        finally:
+            self._busy -= 1
+
+    async def _read(self, http: web.Request) -> Call:
+        """Return the call of a client, which must send it in time."""
+        if http.content_type != "application/json":
+            raise self._web.HTTPUnsupportedMediaType(reason="send application/json")
+        try:
+            async with asyncio.timeout(self.config.client_timeout):
+                body = await http.read()
+        except TimeoutError:
+            raise self._web.HTTPRequestTimeout(reason="the request came too slowly") from None
+        return Call.read(http.path, body)
+
+    async def _tokenize(self, http: web.Request, call: Call) -> list[int] | None:
+        """Return the tokens of a prompt, as a server tells them; None: it does not."""
+        up = self.fleet.dispatcher.up
+        if not up:
+            return None
+        self._turn += 1
+        server = self.fleet.servers[up[self._turn % len(up)].number]
+        try:
+            async with (
+                asyncio.timeout(self.config.connect_timeout),
+                self._session.post(
+                    f"{server.options.url}/tokenize",
+                    data=orjson.dumps(call.question),
+                    headers=self._headers(http),
+                ) as response,
+            ):
+                tokens = orjson.loads(await self._whole(response, b""))["tokens"]
+        except (self._aiohttp.ClientError, OSError, UnservedError, ValueError):
+            return None
+        except (LookupError, TypeError):
+            return None
+        whole = isinstance(tokens, list) and all(type(each) is int for each in tokens)
+        return tokens if whole else None
+
+    async def _serve(
+        self, http: web.Request, call: Call, request: Request
+    ) -> web.StreamResponse:
+        """Answer a request, which is in the trace from its arrival to its end."""
+        flight = Flight(request)
+        self.fleet.begin(flight)
+        try:
+            return await self._route(http, call, flight)
+        finally:
+            self.fleet.finish(flight)
+
+    async def _route(self, http: web.Request, call: Call, flight: Flight) -> web.StreamResponse:
+        """Send a request where the router says until a server answers it."""
+        why, tried = "no server is up", set[int]()
+        body = call.body(count=self.config.trace is not None)
+        while len(tried) <= self.config.retries:
+            attempt = self.fleet.send(flight, tried)
+            if attempt is None:
+                break
+            name, number = attempt.server.options.name, attempt.server.replica.number
+            tried.add(number)
+            answer = None
+            try:
+                answer = await self._ask(http, call, attempt, body)
+                return await self._pass_on(http, attempt, answer)
+            except UnservedError as error:
+                why = f"{name}: {error}"
+                self.fleet.metrics.retries.labels(name).inc()
+                if error.failure:
+                    self.fleet.failed(attempt.server)
+            except asyncio.CancelledError:
+                self.fleet.metrics.requests.labels(name, str(GONE)).inc()
+                raise
+            finally:
+                self.fleet.end(attempt)
+                if answer is not None:
+                    answer.response.close()
+        flight.refused, flight.output = "no server", call.most_output
+        return self._error(NO_SERVER, why)
+
+    async def _ask(
+        self, http: web.Request, call: Call, attempt: Attempt, body: bytes
+    ) -> Answer:
+        """Return the answer of a server: the beginning of a stream, or all.
+
+        Raises:
+            UnservedError: there is none.
+        """
+        response = None
+        attempt.deadline = asyncio.timeout(self.config.first_byte_timeout)
+        try:
+            async with attempt.deadline:
+                response = await self._session.post(
+                    f"{attempt.server.options.url}{call.path}",
+                    data=body if len(body) < LARGE else BytesIO(body),
+                    headers={**self._headers(http), "Content-Type": "application/json"},
+                    allow_redirects=False,
+                )
+                if response.status in ELSEWHERE:
+                    _refuse(f"status {response.status}")
+                data = await response.content.readany()
+            attempt.deadline = None
+            streams = response.status == OK and response.content_type == "text/event-stream"
+            stream = EventStream(attempt.flight, counted=call.counted) if streams else None
+            if stream is None:
+                data = await self._whole(response, data)
+                attempt.flight.wrong = response.status != OK
+                if response.status == OK:
+                    self._note(attempt, data)
+            elif not data:
+                _refuse("an empty stream")
+            self.fleet.first_byte(attempt)
+            return Answer(response, data, stream)
+        except BaseException as error:
+            if response is not None:
+                response.close()
+            if isinstance(error, TimeoutError):
+                msg = "it did not answer in time"
+                raise UnservedError(msg, failure=attempt.open) from error
+            if isinstance(error, (self._aiohttp.ClientError, OSError)):
+                raise UnservedError(str(error) or type(error).__name__) from error
+            raise
+        finally:
+            attempt.deadline = None
+
+    def _note(self, attempt: Attempt, data: bytes) -> None:
+        """Note the usage in a whole answer.
+
+        Raises:
+            UnservedError: it is not JSON.
+        """
+        try:
+            document = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            _refuse("its answer is not JSON", failure=True)
+        usage = document.get("usage") if isinstance(document, dict) else None
+        if isinstance(usage, dict):
+            self._count_cached(attempt, take_usage(attempt.flight, usage))
+
+    def _count_cached(self, attempt: Attempt, tokens: int) -> None:
+        self.fleet.metrics.cached_tokens.labels(attempt.server.options.name).inc(tokens)
+
+    async def _pass_on(
+        self, http: web.Request, attempt: Attempt, answer: Answer
+    ) -> web.StreamResponse:
+        """Give an answer to the client. A server that dies now ends its stream by an error."""
+        server, response, stream = attempt.server, answer.response, answer.stream
+        out: web.StreamResponse = self._web.StreamResponse(
+            status=response.status, headers=_back(server, response)
+        )
+        status = str(response.status)
+        try:
+            if stream is None:
+                out.content_length = len(answer.data)
+                await self._give(out, http, answer.data)
+            else:
+                await self._give(out, http, stream.feed(answer.data))
+                try:
+                    while data := await self._part(response):
+                        if whole := stream.feed(data):
+                            await self._give(out, http, whole)
+                    last = stream.rest()
+                except (UnservedError, self._aiohttp.ClientError, TimeoutError) as error:
+                    self.fleet.failed(server)
+                    status = str(NO_SERVER)
+                    why = f"{server.options.name} ended within its answer: {error}"
+                    last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
+                self._count_cached(attempt, stream.cached)
+                await self._give(out, http, last)
+            async with asyncio.timeout(self.config.client_timeout):
+                await out.write_eof()
+        except (_ClientGoneError, ConnectionError, TimeoutError):
+            status = str(GONE)
+            if http.transport is not None:
+                http.transport.abort()
+        self.fleet.metrics.requests.labels(server.options.name, status).inc()
+        return out
+
+    async def _give(self, out: web.StreamResponse, http: web.Request, data: bytes) -> None:
+        """Give the client some bytes.
+
+        Raises:
+            _ClientGoneError: it is not there, or does not take them in time.
+        """
+        try:
+            async with asyncio.timeout(self.config.client_timeout):
+                if not out.prepared:
+                    await out.prepare(http)
+                if data:
+                    await out.write(data)
+        except (ConnectionError, TimeoutError):
+            raise _ClientGoneError from None
+
+    async def _part(self, response: ClientResponse) -> bytes:
+        """Return the next bytes of an answer; empty: it is over."""
+        async with asyncio.timeout(self.config.between_timeout):
+            return await response.content.readany()
+
+    async def _whole(self, response: ClientResponse, data: bytes) -> bytes:
+        """Return an answer that begins with `data`.
+
+        Raises:
+            UnservedError: it is too large.
+        """
+        parts, size = [data], len(data)
+        while part := await self._part(response):
+            parts.append(part)
+            size += len(part)
+            if size > self.config.answer:
+                _refuse("its answer is too large", failure=True)
+        return b"".join(parts)
+
+    @staticmethod
+    def _headers(http: web.Request) -> dict[str, str]:
+        """Return the headers that a server gets of those of a client."""
+        return {name: http.headers[name] for name in PASSED_ON if name in http.headers}
+
+
+class _ClientGoneError(Exception):
+    """A client went away, or did not take its answer in time."""
+
+
+def _logger(malformed: type[Exception]) -> logging.Logger:
+    """Return what prints errors of the proxy, and none of malformed requests."""
+    logger = logging.Logger("kvcore.route")  # noqa: LOG001 - each proxy has its own
+    logger.addFilter(
+        lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
+    )
+    return logger
+
+
+class _Refusal(asyncio.Protocol):
+    """Ends a connection as soon as it is made."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """End it."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+def _refuse(why: str, *, failure: bool = False) -> NoReturn:
+    raise UnservedError(why, failure=failure)
+
+
+def _back(server: Upkeep, response: ClientResponse) -> dict[str, str]:
+    """Return the headers that a client gets."""
+    found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
+    return {**found, "x-kvcore-replica": str(server.options.name)}
+
+
+def error_body(status: int, message: str) -> bytes:
+    """Return an error as OpenAI's API has them."""
+    kind = "server_error" if status >= FAILED else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return orjson.dumps({"error": error})
+
+
+def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
+    """Route until Ctrl-C or SIGTERM; then requests in flight end, and the trace is whole.
+
+    Args:
+        config: the options.
+        ready: called with the URL once the proxy listens.
+
+    Raises:
+        InputError, PluginError: options that cannot be, or packages that are missing.
+    """
+    asyncio.run(_run(config, ready))
+
+
+async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
+    proxy, loop, told = Proxy(config), asyncio.get_running_loop(), asyncio.Event()
+    await proxy.start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    ready(proxy.url)
+    await told.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)  # the second one ends it at once
+    warn("ending; a second signal does not wait for requests in flight")
+    await proxy.stop()

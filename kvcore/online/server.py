@@ -1,0 +1,610 @@
+"""A server: `kvcore run` behind an OpenAI-style API, one process, one model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import orjson
+
+from kvcore.config import EngineParts
+from kvcore.engine.executor import TensorExecutor
+from kvcore.errors import InputError, KvcoreError
+from kvcore.extras import import_extra
+from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
+from kvcore.online.metrics import server_metrics
+from kvcore.online.stored import StoredBlocks
+from kvcore.request import TextRequest, text_request
+from kvcore.serving.result import record_run
+from kvcore.serving.simulate import check_cache
+from kvcore.trace import Trace
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MOST_HEADERS, LONGEST_HEADER = 64, 8_190
+OUTPUT = 16
+"""Tokens of an answer whose client does not say how many."""
+
+LINGERING_SECONDS = 1.0
+
+
+@attrs.frozen(kw_only=True)
+class ServeConfig:
+    """What a server listens at, and its limits.
+
+    Attributes:
+        host, port: where it listens; port 0 takes a free one.
+        name: of the model, as clients call it; None: the model's own.
+        requests: that are served or wait at a time; more get 503.
+        body: bytes of a request at most.
+        client_timeout: seconds in which a client must send its request, and take each part
+            of its answer.
+        grace: seconds that open requests have when the server ends.
+        kv_events: where KV events are published, such as `tcp://127.0.0.1:5557`.
+        kv_replay: where they are sent again.
+        trace: the file to write every decision to.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    name: str | None = None
+    requests: int = 1024
+    body: int = 1 << 20
+    client_timeout: float = 30.0
+    grace: float = 10.0
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    trace: Path | None = None
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: of the answer.
+        param: the field that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+@attrs.frozen
+class Call:
+    """A call of the API, checked.
+
+    Attributes:
+        chat: whether it is a chat.
+        tokens: of the prompt.
+        output: tokens that are wanted at most.
+        stream: whether the answer is streamed, and with its usage at the end.
+    """
+
+    chat: bool
+    tokens: list[int]
+    output: int
+    stream: bool
+    counted: bool
+
+
+class Text:
+    """The text of tokens as they come: no character is cut in two.
+
+    Each part is decoded with the one before it, since a token may begin with what only that
+    tells; characters that are not whole yet are kept back.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._begin = self._told = 0
+
+    def add(self, ids: list[int], *, last: bool = False) -> str:
+        """Return the text that `ids` add."""
+        self._ids += ids
+        before = self._decode(self._ids[self._begin : self._told])
+        whole = self._decode(self._ids[self._begin :])
+        if not last and whole.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._begin, self._told = self._told, len(self._ids)
+        return whole[len(before) :]
+
+
+class Server:
+    """The engine and its API.
+
+    Args:
+        parts: what is served: model, cache, scheduler, as for `kvcore run`.
+        config: what it listens at, and its limits.
+
+    Attributes:
+        url: where it listens, once it does.
+        engine: the thread that computes.
+
+    Raises:
+        InputError, PluginError, StorageError: as for `kvcore run`; an address that cannot be
+            had; packages that are missing.
+    """
+
+    def __init__(self, parts: EngineParts, config: ServeConfig) -> None:
+        self._web = import_extra("aiohttp.web", "a server needs aiohttp", "serve")
+        self.config, self._parts = config, parts
+        self.url = ""
+        self._closing = False
+        self._ids = count()
+        self._busy = 0
+        self._failed = asyncio.Event()
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            trace = None
+            if config.trace is not None:
+                header = parts.header()
+                trace = stack.enter_context(Trace(config.trace, **header))
+            arguments = parts.arguments(trace)
+            cache = arguments["cache"]
+            check_cache(cache, "serve")
+            generator, backend = arguments["generator"], arguments["backend"]
+            latency, batching = arguments["latency"], arguments["batching"]
+            latency.bind()
+            stack.enter_context(backend.limit_threads(arguments["threads"], generator.spec))
+            executor = TensorExecutor(
+                cache,
+                generator,
+                backend,
+                latency,
+                dtype=arguments["dtype"],
+                codec=arguments["codec"],
+                clock="wall",
+                stop_at_eos=bool(generator.eos_token_ids),
+                seed=arguments["seed"],
+                texts=True,
+            )
+            stack.callback(executor.close, whole=True)
+            stored = None
+            if config.kv_events is not None:
+                from kvcore.kv_events.publisher import Publisher  # noqa: PLC0415 - zmq
+
+                publisher = Publisher(config.kv_events, config.kv_replay)
+                stored = StoredBlocks(cache, publisher)
+                stored.start()
+                stack.callback(stored.close)
+            loop = LiveLoop(cache, arguments["scheduler"], executor, batching, stored)
+            if trace is not None:
+                record_run(
+                    trace,
+                    parts.workload,
+                    arguments["scheduler"],
+                    executor,
+                    batching,
+                    rate_scale=1.0,
+                    slo=None,
+                )
+            self._stack = stack.pop_all()
+        self.cache, self.stored, self._generator = cache, stored, generator
+        self.model = config.name or generator.spec.name
+        self.engine = LiveEngine(loop, self._fail)
+
+    async def start(self) -> None:
+        """Begin to serve, and listen.
+
+        Raises:
+            InputError: the address cannot be listened at.
+        """
+        self._loop = asyncio.get_running_loop()
+        config = self.config
+
+        async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._errors(http, handler)
+
+        app = self._web.Application(
+            client_max_size=config.body, middlewares=[self._web.middleware(errors)]
+        )
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = self._web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=config.client_timeout,
+            lingering_time=LINGERING_SECONDS,
+            max_headers=MOST_HEADERS,
+            max_line_size=LONGEST_HEADER,
+            max_field_size=LONGEST_HEADER,
+            shutdown_timeout=config.grace,
+        )
+        await self._runner.setup()
+        site = self._web.TCPSite(self._runner, config.host, config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.stop()
+            msg = f"port {config.port} of {config.host}: {error.strerror or error}"
+            raise InputError(msg) from error
+        host, port, *_ = self._runner.addresses[0]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.engine.start()
+
+    async def stop(self) -> None:
+        """Listen no more, let open requests end within the grace, and check the cache.
+
+        Raises:
+            PolicyError: the engine has failed.
+            AssertionError: the cache is not as it must be.
+        """
+        self._closing = True
+        await self._runner.cleanup()
+        if self.url:
+            await asyncio.to_thread(self.engine.close)
+        try:
+            if self.engine.failure is None:
+                self.cache.check_integrity()
+        finally:
+            # A trace of a run that failed is not whole: its file keeps the name `.part`.
+            failure = self.engine.failure
+            if failure is not None:
+                self._stack.__exit__(type(failure), failure, failure.__traceback__)
+                raise failure
+            self._stack.close()
+
+    async def failed(self) -> None:
+        """Return when the engine has failed."""
+        await self._failed.wait()
+
+    def _fail(self, error: BaseException) -> None:
+        del error
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._failed.set)
+
+    # The API.
+
+    async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer errors as the API does."""
+        try:
+            response: web.StreamResponse = await handler(http)
+        except ApiError as error:
+            return self._error(error.status, str(error), error.param)
+        except self._web.HTTPException as error:
+            return self._error(error.status, error.reason)
+        except KvcoreError as error:
+            return self._error(400 if isinstance(error, InputError) else 500, str(error))
+        return response
+
+    def _error(self, status: int, message: str, param: str | None = None) -> web.Response:
+        kind = "server_error" if status >= 500 else "invalid_request_error"  # noqa: PLR2004
+        error = {"message": message, "type": kind, "param": param, "code": status}
+        answer: web.Response = self._json({"error": error}, status)
+        if status == 503:  # noqa: PLR2004
+            answer.headers["Retry-After"] = "1"
+        if status in (408, 413):
+            answer.force_close()
+        return answer
+
+    def _json(self, document: Mapping[str, Any], status: int = 200) -> web.Response:
+        body = orjson.dumps(document)
+        answer: web.Response = self._web.Response(
+            body=body, status=status, content_type="application/json"
+        )
+        return answer
+
+    async def _health(self, http: web.Request) -> web.Response:
+        """Say whether requests are served."""
+        del http
+        well = not self._closing and self.engine.failure is None
+        return self._json({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        """Return the metrics."""
+        del http
+        answer: web.Response = self._web.Response(
+            text=server_metrics(self.engine.loop, self.cache, self.model, self.stored),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+        return answer
+
+    async def _models(self, http: web.Request) -> web.Response:
+        """Return the one model."""
+        del http
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "kvcore"}
+        return self._json({"object": "list", "data": [model]})
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        """Return the token ids of a prompt, as vLLM does."""
+        document = await self._document(http)
+        tokens = self._prompt(document, chat="messages" in document)
+        size = self.cache.geometry.block_size
+        answer = {"count": len(tokens), "max_model_len": self._longest, "tokens": tokens}
+        return self._json(answer | {"block_size": size})
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        """Answer a chat or a completion."""
+        call = self._read(http, await self._document(http))
+        if self._closing or self._busy >= self.config.requests:
+            why = "is ending" if self._closing else f"has {self._busy} requests: try again"
+            raise ApiError(503, f"the server {why}")
+        self._busy += 1
+        number = next(self._ids)
+        try:
+            parts = self._generate(number, call)
+            if call.stream:
+                return await self._stream(http, number, call, parts)
+            return await self._whole(number, call, parts)
+        finally:
+            self._busy -= 1
+
+    @property
+    def _longest(self) -> int:
+        return int(self.cache.pool.blocks * self.cache.geometry.block_size)
+
+    async def _document(self, http: web.Request) -> dict[str, Any]:
+        """Return the body of a request, which must come in time."""
+        try:
+            async with asyncio.timeout(self.config.client_timeout):
+                body = await http.read()
+        except TimeoutError:
+            raise ApiError(408, "the request came too slowly") from None
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        return document
+
+    def _read(self, http: web.Request, document: dict[str, Any]) -> Call:
+        """Return the call that a body makes."""
+        model = document.get("model")
+        if model is not None and model != self.model:
+            raise ApiError(404, f"there is no model {model!r}; this is {self.model!r}", "model")
+        self._refuse_unsupported(document)
+        output = OUTPUT
+        for name in ("max_completion_tokens", "max_tokens"):
+            if document.get(name) is not None:
+                output = document[name]
+                if type(output) is not int or output < 1:
+                    raise ApiError(400, f"{name} must be a whole number from 1 on", name)
+                break
+        chat = http.path.endswith("chat/completions")
+        tokens = self._prompt(document, chat=chat)
+        if len(tokens) + output > self._longest:
+            msg = (
+                f"{len(tokens)} tokens and {output} of output do not fit into the "
+                f"{self._longest} tokens of the cache"
+            )
+            raise ApiError(400, msg, "messages" if chat else "prompt")
+        options = document.get("stream_options")
+        counted = isinstance(options, dict) and options.get("include_usage") is True
+        return Call(chat, tokens, output, document.get("stream") is True, counted)
+
+    def _refuse_unsupported(self, document: dict[str, Any]) -> None:
+        """Raise ApiError for what this server does not do."""
+        for name in ("n", "best_of"):
+            if document.get(name) not in (None, 1):
+                raise ApiError(400, f"{name} can be 1 alone", name)
+        temperature = document.get("temperature")
+        own = getattr(self._generator, "temperature", 0.0)
+        if temperature is not None and temperature != own:
+            msg = f"temperature is {own} for all requests: leave it out, or restart the server"
+            raise ApiError(400, msg, "temperature")
+        for name in ("stop", "logprobs", "tools", "response_format", "suffix", "echo"):
+            if document.get(name):
+                raise ApiError(400, f"{name} is not supported", name)
+
+    def _prompt(self, document: dict[str, Any], *, chat: bool) -> list[int]:
+        """Return the tokens of a prompt or of messages."""
+        if chat:
+            messages = document.get("messages")
+            if not isinstance(messages, list) or not messages:
+                raise ApiError(400, "messages must be a list that is not empty", "messages")
+            chosen: list[int] = self._generator.encode_chat(list(map(_message, messages)))
+            return chosen
+        prompt = document.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if isinstance(prompt, str) and prompt:
+            tokens: list[int] = self._generator.encode(prompt)
+        elif isinstance(prompt, list) and prompt and all(type(p) is int for p in prompt):
+            tokens = prompt
+        else:
+            raise ApiError(400, "prompt must be a text, or a list of token ids", "prompt")
+        if not tokens or min(tokens) < 0 or max(tokens) >= self._generator.vocabulary:
+            raise ApiError(400, "prompt has no tokens, or some that the model lacks", "prompt")
+        return tokens
+
+    async def _generate(self, number: int, call: Call) -> AsyncGenerator[Tokens, None]:
+        """Yield what comes of a request; whoever stops listening, ends it."""
+        parts: asyncio.Queue[Tokens] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listener(part: Tokens) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        size = self.cache.geometry.block_size
+        request: TextRequest = text_request(
+            number, call.tokens, output=call.output, block_size=size, publish=True
+        )
+        self.engine.submit(request, listener)
+        ended = False
+        try:
+            while not ended:
+                part = await parts.get()
+                ended = part.end is not None
+                yield part
+        finally:
+            if not ended:
+                self.engine.cancel(number)
+
+    async def _whole(
+        self, number: int, call: Call, parts: AsyncIterator[Tokens]
+    ) -> web.Response:
+        """Answer with the whole text."""
+        ids: list[int] = []
+        hit = 0
+        async for part in parts:
+            ids += part.ids
+            hit = max(hit, part.hit)
+            _check(part)
+        text = self._generator.decode(ids)
+        reason = "length" if len(ids) >= call.output else "stop"
+        content = (
+            {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
+        )
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        answer = self._head(number, call, chunk=False) | {
+            "choices": [choice],
+            "usage": _usage(call, len(ids), hit),
+        }
+        return self._json(answer)
+
+    async def _stream(
+        self, http: web.Request, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
+    ) -> web.StreamResponse:
+        """Answer with server-sent events, one for each part of the text."""
+        first = await anext(parts)
+        _check(first)
+        head = self._head(number, call, chunk=True)
+        out: web.StreamResponse = self._web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+
+        async def send(data: bytes) -> None:
+            async with asyncio.timeout(self.config.client_timeout):
+                await out.write(b"data: " + data + b"\n\n")
+
+        try:
+            await out.prepare(http)
+            async for document in self._chunks(call, head, first, parts):
+                await send(orjson.dumps(document))
+            await send(b"[DONE]")
+        except (TimeoutError, ConnectionError):
+            # Too slow, or gone: the request ends with its generator.
+            if http.transport is not None:
+                http.transport.abort()
+        finally:
+            await parts.aclose()
+        return out
+
+    async def _chunks(
+        self,
+        call: Call,
+        head: Mapping[str, Any],
+        part: Tokens,
+        parts: AsyncIterator[Tokens],
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the documents of a streamed answer, of which `part` is the first tokens."""
+
+        def choice(text: str, reason: str | None = None) -> dict[str, Any]:
+            content: dict[str, Any] = {"text": text}
+            if call.chat:
+                content = {"delta": {"content": text} if text else {}}
+            return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+        if call.chat:
+            opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
+            yield {**head, "choices": [opening]}
+        text, count, hit = Text(self._generator.decode), 0, 0
+        while True:
+            count += len(part.ids)
+            hit = max(hit, part.hit)
+            if part.end in (FAILED, REJECTED, CANCELLED):
+                message = part.reason or f"the request was {part.end}"
+                yield {"error": {"message": message, "type": "server_error"}}
+                return
+            added = text.add(list(part.ids), last=part.end is not None)
+            if added:
+                yield {**head, "choices": [choice(added)]}
+            if part.end is not None:
+                break
+            part = await anext(parts)
+        yield {**head, "choices": [choice("", "length" if count >= call.output else "stop")]}
+        if call.counted:
+            yield {**head, "choices": [], "usage": _usage(call, count, hit)}
+
+    def _head(self, number: int, call: Call, *, chunk: bool) -> dict[str, Any]:
+        """Return what each document of an answer begins with."""
+        kind = "chat.completion" if call.chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if call.chat else 'cmpl'}-{number}",
+            "object": f"{kind}.chunk" if chunk and call.chat else kind,
+            "created": int(time()),
+            "model": self.model,
+        }
+
+
+def _message(value: Any) -> dict[str, str]:
+    """Return a message as role and text."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ApiError(400, "a message needs a role and a content", "messages")
+    content = value.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            content = "".join(texts)  # type: ignore[arg-type]  # just checked
+    if not isinstance(content, str):
+        raise ApiError(400, "the content of a message must be text", "messages")
+    return {"role": value["role"], "content": content}
+
+
+def _check(part: Tokens) -> None:
+    """Raise ApiError for a request that was not served."""
+    if part.end == REJECTED:
+        raise ApiError(400, part.reason or "the request was rejected")
+    if part.end in (FAILED, CANCELLED):
+        raise ApiError(503, part.reason or f"the request was {part.end}")
+
+
+def _usage(call: Call, output: int, hit: int) -> dict[str, Any]:
+    prompt = len(call.tokens)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": hit},
+    }
+
+
+def run(parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Args:
+        parts: what is served.
+        config: what the server listens at, and its limits.
+        ready: called once it listens.
+
+    Raises:
+        KvcoreError: options that cannot be; the engine has failed.
+        AssertionError: the cache was not as it must be at the end.
+    """
+    asyncio.run(_run(parts, config, ready))
+
+
+async def _run(
+    parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
+) -> None:
+    server, told = Server(parts, config), asyncio.Event()
+    await server.start()
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, told.set)
+    ready(server)
+    waits = [loop.create_task(told.wait()), loop.create_task(server.failed())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)  # the second one ends it at once
+    await server.stop()

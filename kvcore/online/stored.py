@@ -1,0 +1,146 @@
+"""What the cache of a server stores and drops, published as KV events while it serves."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from time import time
+
+from kvcore.cache import KVCache, Span
+from kvcore.cache.tree import Watcher
+from kvcore.engine.tokens import TokenStream
+from kvcore.kv_events import encode
+from kvcore.kv_events.model import BlockRemoved, BlockStored, EventBatch
+from kvcore.kv_events.publisher import Publisher
+from kvcore.request import Key, TextRequest
+from kvcore.serving.scheduler import Job
+
+MEDIUM = "GPU"
+_POLL_SECONDS = 0.02
+_QUEUED = 10_000
+"""Batches that wait for slow subscribers; what comes then is dropped, and counted."""
+
+
+class StoredBlocks:
+    """Publishes what a cache stores and drops, with the tokens of the blocks, as vLLM does.
+
+    It is the watcher of the cache's tree, called on the engine's thread. A thread of its own
+    sends, and answers replays, so that no subscriber holds the engine up.
+
+    Args:
+        cache: the cache, which is empty and has blocks of a key each.
+        publisher: where the events go; used by the thread alone from `start` on.
+
+    Attributes:
+        dropped: batches that were not published since subscribers are too slow.
+    """
+
+    def __init__(self, cache: KVCache, publisher: Publisher) -> None:
+        self.dropped = 0
+        self._size = cache.geometry.block_size
+        self._publisher = publisher
+        self._below: Watcher | None = cache.tree.watcher
+        cache.tree.watcher = self
+        # Tokens of keys that are stored, or of prompts that are open: how many of these.
+        self._tokens: dict[Key, tuple[int, ...]] = {}
+        self._open: Counter[Key] = Counter()
+        self._stored: set[Key] = set()
+        self._batches: queue.Queue[EventBatch] = queue.Queue(_QUEUED)
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._publish, name="kvcore-kv-events")
+
+    def start(self) -> None:
+        """Begin to publish."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publish what is left, and end."""
+        self._ends.set()
+        self._thread.join()
+        self._publisher.close()
+
+    def opened(self, request: TextRequest) -> None:
+        """Remember the tokens of a prompt."""
+        size, tokens = self._size, request.tokens
+        for place, key in enumerate(request.keys):
+            self._open[key] += 1
+            if key not in self._tokens:
+                self._tokens[key] = tuple(tokens[place * size : (place + 1) * size])
+
+    def generated(self, job: Job, keys: Sequence[Key], stream: TokenStream) -> None:
+        """Remember the tokens of blocks that `job` has generated."""
+        first = job.request.prompt_tokens // self._size + len(job.named_keys)
+        for place, key in enumerate(keys, first):
+            if key not in self._tokens:
+                ids = stream.token_ids(place * self._size, (place + 1) * self._size)
+                self._tokens[key] = tuple(ids)
+
+    def closed(self, request: TextRequest) -> None:
+        """Forget the tokens of a prompt that are not stored."""
+        for key in request.keys:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+                if key not in self._stored:
+                    self._tokens.pop(key, None)
+
+    # What the tree tells.
+
+    def stored(self, span: Span, blocks: int, now: int) -> None:
+        """Publish that the last `blocks` blocks of `span` were stored."""
+        keys = span.path_keys[span.end - blocks : span.end]
+        tokens = [token for key in keys for token in self._tokens.get(key, ())]
+        self._stored.update(keys)
+        before = span.end - blocks
+        self._put(
+            BlockStored(
+                hashes=tuple(map(_hash, keys)),
+                parent=_hash(span.path_keys[before - 1]) if before else None,
+                tokens=tuple(tokens) if len(tokens) == blocks * self._size else None,
+                block_size=self._size,
+                medium=MEDIUM,
+            )
+        )
+        if self._below is not None:
+            self._below.stored(span, blocks, now)
+
+    def hit(self, span: Span, now: int) -> None:
+        """Pass a hit on to the tiers."""
+        if self._below is not None:
+            self._below.hit(span, now)
+
+    def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
+        """Publish that the last `blocks` blocks of `span` are about to leave."""
+        keys = span.path_keys[span.end - blocks : span.end]
+        for key in keys:
+            self._stored.discard(key)
+            if key not in self._open:
+                self._tokens.pop(key, None)
+        self._put(BlockRemoved(hashes=tuple(map(_hash, keys)), medium=MEDIUM))
+        if self._below is not None:
+            self._below.leaving(span, blocks, now, reason)
+
+    def _put(self, event: BlockStored | BlockRemoved) -> None:
+        try:
+            self._batches.put_nowait(EventBatch(time(), (event,)))
+        except queue.Full:
+            self.dropped += 1
+
+    def _publish(self) -> None:
+        publisher = self._publisher
+        while True:
+            try:
+                batch = self._batches.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if self._ends.is_set():
+                    return
+                publisher.serve(0)
+            else:
+                publisher.publish(encode(batch))
+
+
+def _hash(key: Key) -> int:
+    """Return the 64-bit hash of a block, the last bits of its key."""
+    return int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else int(str(key), 16)

@@ -1,0 +1,145 @@
+"""A comparison of routers for people: a table, and charts over the number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from kvcore.analysis.routers import RouterComparison, RouterRow, SharedCache
+from kvcore.report.charts import Chart, Panel
+from kvcore.report.tables import NONE, counted, share
+from kvcore.units import format_bytes, format_number, format_seconds
+
+SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
+
+
+@attrs.frozen(slots=False)
+class RoutersReport:
+    """A comparison of routers as a table with sentences, as JSON, and as a chart.
+
+    Attributes:
+        comparison: what is reported.
+    """
+
+    comparison: RouterComparison
+
+    @property
+    def headline(self) -> str:
+        """What was served on what."""
+        comparison, config = self.comparison, self.comparison.config
+        source = comparison.workload
+        *others, last = (str(shared.replicas) for shared in comparison.shared)
+        fleets = f"{', '.join(others)} or {last}" if others else last
+        memory = format_bytes(config["replicas"][0]["blocks"] * config["bytes_per_block"])
+        first = "each" if len(config["replicas"]) == 1 else "in the first"
+        return (
+            f"{source.name}: {counted(source.requests, 'request')} to "
+            f"{config['model']} on {fleets} replicas of {config['tensor_parallel']} x "
+            f"{config['device']} with {memory} of K/V {first}; view {comparison.view}."
+        )
+
+    @property
+    def headers(self) -> list[str]:
+        """The headers of the table."""
+        return [
+            *(["replicas"] if self._several else []),
+            *("router", "token hits", "of optimum", "busiest", "mean TTFT", "p99 TTFT"),
+            *("p99 TPOT", "goodput", "in SLO"),
+        ]
+
+    @property
+    def right(self) -> list[str]:
+        """The headers of columns of numbers."""
+        return [each for each in self.headers if each != "router"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows of the table: by replicas, the routers with most goodput first."""
+        cells: list[list[str]] = []
+        for shared in self.comparison.shared:
+            rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
+            rows.sort(key=lambda row: (-(row.goodput or 0), row.ttft_mean_s or 0))
+            first = [str(shared.replicas)] if self._several else []
+            cells.extend([*first, *each] for each in (*map(_cells, rows), *_bounds(shared)))
+        return cells
+
+    @property
+    def reading(self) -> str:
+        """What the columns are, and which of them to take with care."""
+        table = (
+            "Busiest: time in which the busiest replica ran steps, over the mean. Goodput: "
+            "requests/s within their SLO."
+        )
+        bounds = (
+            "One shared cache has the memory of all replicas; it and the optimum, which is "
+            "Belady's rule in that cache, serve requests one after another, without a clock."
+        )
+        lines = [table, bounds]
+        saturated = sum(bool(row.saturated) for row in self.comparison.rows)
+        if saturated:
+            lines.append(
+                f"Saturated: {counted(saturated, 'run')}, marked *, whose queue grows for as "
+                "long as requests arrive; their times tell how long the workload is."
+            )
+        return "\n".join(lines)
+
+    def document(self) -> dict[str, Any]:
+        """Return the comparison as JSON has it."""
+        return {"schema": 1, **attrs.asdict(self.comparison)}
+
+    def chart(self) -> Chart:
+        """Return hits, latency and balance over the number of replicas; or bars."""
+        shared, rows = self.comparison.shared, self.comparison.rows
+        places = {each.replicas: place for place, each in enumerate(shared)}
+        numbers = all(isinstance(each.replicas, int) for each in shared)
+
+        def at(replicas: int | str) -> float:
+            return float(replicas) if numbers else places[replicas]
+
+        def lines(name: str) -> dict[str, list[tuple[float, float]]]:
+            found: dict[str, list[tuple[float, float]]] = {}
+            for row in rows:
+                points, value = found.setdefault(row.router, []), getattr(row, name)
+                if value is not None:
+                    points.append((at(row.replicas), value))
+            return found
+
+        hits = lines("hit_ratio")
+        for name, part in ((SHARED, "hit_ratio"), (OPTIMUM, "optimum")):
+            known = [each for each in shared if getattr(each, part) is not None]
+            hits |= {name: [(at(each.replicas), getattr(each, part)) for each in known]}
+        panels = [
+            Panel("hits, share of prompt tokens", hits, share),
+            Panel("TTFT, mean", lines("ttft_mean_s"), format_seconds),
+            Panel("busiest replica, over the mean", lines("imbalance_busy"), format_number),
+        ]
+        return Chart(
+            f"Routers on {self.comparison.workload.name}", self.headline, "replicas", panels
+        )
+
+    @cached_property
+    def _several(self) -> bool:
+        return len(self.comparison.shared) > 1
+
+
+def _cells(row: RouterRow) -> Iterator[str]:
+    yield f"{row.router} *" if row.saturated else row.router
+    yield share(row.hit_ratio)
+    yield share(row.share_of_optimum)
+    yield NONE if row.imbalance_busy is None else f"{row.imbalance_busy:.2f}"
+    for time in (row.ttft_mean_s, row.ttft_p99_s, row.tpot_p99_s):
+        yield NONE if time is None else format_seconds(time)
+    yield NONE if row.goodput is None else format_number(row.goodput)
+    yield share(row.slo_met)
+
+
+def _bounds(shared: SharedCache) -> Iterator[list[str]]:
+    """Yield the rows of one cache for all replicas."""
+    most = shared.optimum
+    for name, hits in ((SHARED, shared.hit_ratio), (OPTIMUM, most)):
+        if hits is not None:
+            part = share(hits / most if most else None)
+            yield [name, share(hits), part, *[NONE] * 6]

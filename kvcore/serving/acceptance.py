@@ -1,0 +1,71 @@
+"""Files of measured acceptance: what became of the drafts of a run on tensors.
+
+JSON lines: the first has the shares of drafts that were accepted by position (of those whose
+turn came), each other one a step of a request: the output tokens it had (`output`), how many
+drafts followed these, and how many of them were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+import orjson
+
+from kvcore.errors import InputError
+from kvcore.files import atomic_file
+
+DraftedStep: TypeAlias = tuple[int | str, int, int, int]
+"""(request id, output tokens it had, drafts, accepted drafts)."""
+
+
+def write_acceptance(
+    path: Path | str, probabilities: Iterable[float], steps: Iterable[DraftedStep]
+) -> None:
+    """Write measured acceptance.
+
+    Raises:
+        StorageError: the disk refused what was written.
+    """
+    with atomic_file(Path(path)) as lines:
+        head = orjson.dumps({"acceptance": list(probabilities)})
+        lines.write(f"{head.decode()}\n")
+        for request, output, drafts, accepted in steps:
+            line = {"request": request, "output": output, "drafts": drafts}
+            lines.write(f"{orjson.dumps(line | {'accepted': accepted}).decode()}\n")
+
+
+def read_acceptance(
+    path: Path,
+) -> tuple[list[float], dict[tuple[int | str, int], tuple[int, int]]]:
+    """Return the shares by position, and (drafts, accepted) by (request id, output tokens).
+
+    Raises:
+        InputError: the file cannot be read, or is none of measured acceptance.
+    """
+    number = 1
+    try:
+        head, *lines = path.read_bytes().splitlines()
+        shares = [float(share) for share in orjson.loads(head)["acceptance"]]
+        sound = all(0 <= share <= 1 for share in shares)
+        steps = {}
+        for number, line in enumerate(lines, 2):  # noqa: B007 - told in the error
+            step = orjson.loads(line)
+            drafts, accepted = step["drafts"], step["accepted"]
+            sound = sound and type(drafts) is int and 0 <= accepted <= drafts
+            steps[step["request"], step["output"]] = drafts, accepted
+            if not sound:
+                break
+    except OSError as error:
+        msg = f"acceptance: {path} cannot be read: {error.strerror or error}"
+        raise InputError(msg) from error
+    except (ValueError, LookupError, TypeError):
+        sound = False
+    if not sound:
+        msg = (
+            f"acceptance: {path}, line {number}, is none of measured acceptance: give a file "
+            "that `kvcore run --drafter NAME --acceptance FILE` wrote"
+        )
+        raise InputError(msg)
+    return shares, steps

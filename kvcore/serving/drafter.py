@@ -1,0 +1,213 @@
+"""The drafter contract, as far as the serving loop goes: how much is drafted, and its cost.
+
+A step of a decoding job computes its newest token and up to k drafts after it in one pass of
+the served model, which accepts the first few of them and adds one token of its own:
+
+    text so far    ... t                         the newest token, whose K/V is yet to come
+    drafts             t   d1  d2  d3            computed together, in four slots
+    the model says     d1  d2  x                 what follows t, d1 and d2
+    new text       ... t   d1  d2  x             d3 is rejected, and its slot rolled back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.models.spec import ModelSpec
+from kvcore.plugins.base import Plugin
+from kvcore.request import Request
+from kvcore.serving.latency import LatencyModel, StepWork
+
+
+class Drafter(Plugin):
+    """Drafts tokens that the served model verifies: speculative decoding.
+
+    This class is what both clocks need: a limit and a cost. A simulation calls `accepted`, and
+    computes nothing; on tensors tokens are drafted by a `kvcore.engine.TokenDrafter`, which
+    is derived from it.
+
+    Attributes:
+        tokens: the most drafts for a sequence in a step, k; an option of every drafter.
+        latency: the latency model of the served model; set by `attach`.
+
+    Source: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
+    decoding", ICML 2023.
+    """
+
+    kind: ClassVar[str] = "drafter"
+
+    tokens: int = 4
+    latency: LatencyModel
+
+    def attach(self, latency: LatencyModel, seed: int = 0) -> None:
+        """Store the latency model of the served model. Called once, before the run.
+
+        Raises:
+            InputError: the drafter cannot work beside this model.
+        """
+        del seed
+        if type(self.tokens) is not int or self.tokens < 1:
+            msg = f"{self.name}: tokens={self.tokens!r}: give 1 draft a step or more"
+            raise InputError(msg)
+        self.latency = latency
+
+    def accepted(self, request: Request, index: int, most: int) -> tuple[int, int]:
+        """Return how many tokens are drafted, and how many of them the model accepts.
+
+        Args:
+            request: the request, which may have any number of steps.
+            index: output tokens that it has: its drafts are for this index and those after.
+            most: the most tokens that may be drafted, 1 or more.
+
+        Raises:
+            InputError: the drafter drafts from tokens, which a simulation does not have;
+                unless overridden.
+        """
+        del request, index, most
+        msg = (
+            f"drafter {self.name!r} drafts from tokens, and a simulation has none: take "
+            "drafter `acceptance`, with the probabilities that `kvcore run` has measured"
+        )
+        raise InputError(msg)
+
+    def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
+        """Return the picoseconds that drafting takes in a step: 0 unless overridden.
+
+        Args:
+            work: the step without drafts; it may prefill alone.
+            drafts: how many tokens are drafted, by decoding sequence.
+        """
+        del work, drafts
+        return 0
+
+
+class ModelCost:
+    """What a draft model takes: a pass over the step's tokens, and one more for each draft.
+
+    The draft model is served on what serves the target, and reads K/V of its own. All
+    decoding sequences are in every pass.
+
+    Args:
+        target: the latency model of the served model.
+        model: the draft model.
+
+    Raises:
+        InputError: `target` cannot time another model, or the draft model has an attention
+            window that the served one has not.
+    """
+
+    def __init__(self, target: LatencyModel, model: ModelSpec) -> None:
+        self._latency = target.for_model(model)
+        windows = self._latency.windows
+        if not set(windows) <= set(target.windows):
+            msg = (
+                f"draft model {model.name!r} has attention windows {windows}, the served one "
+                f"{target.windows}: take a draft model with windows of the served one"
+            )
+            raise InputError(msg)
+        self._places = [target.windows.index(window) for window in windows]
+
+    def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
+        """Return the picoseconds of drafting."""
+        pairs, context = (
+            tuple(numbers[place] for place in self._places)
+            for numbers in (work.attended_pairs, work.context)
+        )
+        none = (0,) * len(pairs)
+        passes = max(drafts, default=0)
+        took_ps = 0
+        if work.prefill or passes:
+            first = work.decode if passes else 0
+            took_ps += self._latency.duration(
+                StepWork(work.prefill, pairs, first, context if passes else none)
+            )
+        for ahead in range(1, passes):
+            grown = tuple(length + ahead * work.decode for length in context)
+            took_ps += self._latency.duration(StepWork(0, none, work.decode, grown))
+        return took_ps
+
+
+class HeadCost:
+    """What extra heads take: their weights, in the pass that the served model makes anyway.
+
+    Args:
+        target: the latency model of the served model.
+        parameters: weights of all heads together.
+
+    Raises:
+        InputError: `target` cannot time another model.
+    """
+
+    def __init__(self, target: LatencyModel, parameters: int) -> None:
+        self._plain, self._grown = target.for_model(None), target.for_model(None, parameters)
+
+    def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
+        """Return the picoseconds by which the heads make the step longer."""
+        del drafts
+        return self._grown.duration(work) - self._plain.duration(work) if work.decode else 0
+
+
+@attrs.define
+class DraftStats:
+    """What speculative decoding came to in a run.
+
+    Attributes:
+        steps: steps of sequences that decode: each gives one token and the accepted drafts.
+        drafted, accepted: draft tokens.
+        by_position: for the first draft of a step, the second and so on: how many were
+            accepted, and how many had their turn, since all before them were accepted.
+        plain_ps: picoseconds that the tokens of steps without prefill would have taken, one
+            token a step, by the latency model; `took_ps`: what these steps took.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: list[list[int]] = attrs.Factory(list)
+    plain_ps: int = 0
+    took_ps: int = 0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Count a step of a sequence."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        judged = min(drafted, accepted + 1)
+        while len(self.by_position) < judged:
+            self.by_position.append([0, 0])
+        for place in range(judged):
+            self.by_position[place][0] += place < accepted
+            self.by_position[place][1] += 1
+
+    def plus(self, other: DraftStats) -> DraftStats:
+        """Return what it came to in both runs."""
+        pairs = zip_longest(self.by_position, other.by_position, fillvalue=(0, 0))
+        return DraftStats(
+            self.steps + other.steps,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            [[a + c, b + d] for (a, b), (c, d) in pairs],
+            self.plain_ps + other.plain_ps,
+            self.took_ps + other.took_ps,
+        )
+
+    def probabilities(self) -> list[float]:
+        """Return the share of accepted drafts by position, of those whose turn came."""
+        return [accepted / judged for accepted, judged in self.by_position]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the statistics as JSON has them."""
+        return {
+            "sequence_steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance": self.accepted / self.drafted if self.drafted else None,
+            "acceptance_by_position": self.probabilities(),
+            "tokens_per_step": 1 + self.accepted / self.steps if self.steps else None,
+            "speedup": self.plain_ps / self.took_ps if self.took_ps else None,
+        }

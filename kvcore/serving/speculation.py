@@ -1,0 +1,213 @@
+"""Speculative decoding in the serving loop: slots for drafts, and rollback of rejected ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from kvcore.errors import InputError
+from kvcore.models.cost import attended_pairs
+from kvcore.request import Key
+from kvcore.serving.drafter import Drafter, DraftStats
+from kvcore.serving.latency import (
+    Executor,
+    LatencyModel,
+    SimulatedExecutor,
+    StepResult,
+    StepWork,
+    Windows,
+)
+from kvcore.serving.loop import ServingLoop
+from kvcore.serving.scheduler import DECODE, Job
+from kvcore.units import PS_PER_NS
+
+
+class SpeculativeExecutor(Executor, Protocol):
+    """An executor whose steps verify drafts.
+
+    Attributes:
+        drafter: drafts the tokens, or says how many are accepted.
+    """
+
+    drafter: Drafter
+
+    def speculate(
+        self,
+        work: StepWork,
+        chunks: Sequence[tuple[Job, int]],
+        decoding: Sequence[Job],
+        limits: Sequence[int],
+    ) -> StepResult:
+        """Run one step, as `run` does, with up to so many drafts for each decoding job.
+
+        `verified` of the result has an entry for each decoding job.
+        """
+
+
+class SpeculativeSimulator(SimulatedExecutor):
+    """Computes nothing: the drafter says what is accepted, the latency model for how long."""
+
+    jumps = False
+
+    def __init__(self, latency: LatencyModel, drafter: Drafter) -> None:
+        super().__init__(latency)
+        drafter.bind()
+        drafter.attach(latency)
+        self.drafter = drafter
+        self.jumps = False
+        self.plugins: Any = (latency, drafter)
+
+    def speculate(
+        self,
+        work: StepWork,
+        chunks: Sequence[tuple[Job, int]],
+        decoding: Sequence[Job],
+        limits: Sequence[int],
+    ) -> StepResult:
+        """Ask the drafter what is accepted, and return the time of the step."""
+        del chunks
+        accepted = self.drafter.accepted
+        verified = [
+            accepted(job.request, job.generated, limit) if limit else (0, 0)
+            for job, limit in zip(decoding, limits, strict=True)
+        ]
+        drafts = [drafted for drafted, _ in verified]
+        took_ps = step_ps(self.latency, self.drafter, work, decoding, drafts)
+        return StepResult(took_ps, verified=verified)
+
+
+def step_ps(
+    latency: LatencyModel,
+    drafter: Drafter,
+    work: StepWork,
+    decoding: Sequence[Job],
+    drafts: Sequence[int],
+) -> int:
+    """Return the picoseconds of a step that verifies `drafts`, and of drafting them."""
+    whole = with_drafts(work, decoding, drafts, latency.windows)
+    return latency.duration(whole) + drafter.duration(work, drafts)
+
+
+def with_drafts(
+    work: StepWork, decoding: Iterable[Job], drafts: Sequence[int], windows: Windows
+) -> StepWork:
+    """Return the work of a step that verifies drafts as well.
+
+    A draft is computed as a prompt token is, after all of its sequence: K/V of the sequence
+    is read once, for its newest token, and every draft attends to it.
+    """
+    total = sum(drafts)
+    if not total:
+        return work
+    after = [
+        (job.length + 1, count) for job, count in zip(decoding, drafts, strict=True) if count
+    ]
+    pairs = tuple(
+        known + sum(attended_pairs(context, count, window) for context, count in after)
+        for known, window in zip(work.attended_pairs, windows, strict=True)
+    )
+    return StepWork(work.prefill + total, pairs, work.decode, work.context)
+
+
+class SpeculativeLoop(ServingLoop):
+    """The serving loop whose decode steps verify drafts: a sequence gets 1 to k + 1 tokens.
+
+    Before a step each decoding sequence gets slots for its drafts: at most k, no more than it
+    has tokens to come beside the model's own one, than `max_tokens` leaves beside prefill,
+    and than blocks are free or evictable for. Drafts preempt nobody. After the step the slots
+    of rejected drafts are rolled back, before a block is committed: what is shared holds
+    accepted tokens alone. Steps are run one by one.
+    """
+
+    _executor: SpeculativeExecutor
+    _limits: list[int] = []  # noqa: RUF012 - of the step that has begun
+    _jobs: list[Job] = []  # noqa: RUF012
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self._cache.retention is not None:
+            msg = (
+                f"drafter {self._executor.drafter.name!r} with retention "
+                f"{self._cache.retention.name!r}: what is rejected cannot be rolled back where "
+                "tokens have been dropped; leave out one of the two"
+            )
+            raise InputError(msg)
+        self.log.drafts = DraftStats()
+        self._step: tuple[StepWork, StepResult] | None = None
+
+    def _compute(self) -> StepResult:
+        batch, chunks = self.batch, self.batcher.chunks
+        decodes = batch.size > 0 and (self._mixed or not chunks)
+        work = self._work(chunks, decodes=decodes)
+        self._jobs = [*batch] if decodes else []
+        self._limits = self._extend(work.prefill)
+        result = self._executor.speculate(work, chunks, self._jobs, self._limits)
+        self._step = work, result
+        return result
+
+    def _extend(self, prefill: int) -> list[int]:
+        """Allocate slots for drafts; return for how many of each job of the step."""
+        cache, now = self._cache, self.clock_ps // PS_PER_NS
+        most, size = self._executor.drafter.tokens, cache.geometry.block_size
+        left = self.batcher.batching.max_tokens - prefill - len(self._jobs)
+        limits = []
+        for job in self._jobs:
+            seq, count = job.seq, min(most, job.output_left - 1, left)
+            assert seq is not None
+            if count > 0:
+                cache.settle(seq, job.length + 1)
+                slots = seq.blocks * size - seq.tokens
+                if count > slots:
+                    count = min(count, slots + cache.available_blocks * size)
+                cache.extend(seq, count, now)
+                left -= count
+            limits.append(max(count, 0))
+        return limits
+
+    def _pass(
+        self,
+        steps: int,
+        took_ps: int,
+        prefill: int,
+        decode: int,
+        named: Sequence[tuple[Job, Sequence[Key]]],
+    ) -> int:
+        now = super()._pass(steps, took_ps, prefill, decode, named)
+        assert self._step is not None
+        (work, result), self._step = self._step, None
+        cache, batch, stats = self._cache, self.batch, self.log.drafts
+        assert stats is not None
+        more = 0
+        for job, limit, (drafted, accepted) in zip(
+            self._jobs, self._limits, result.verified, strict=True
+        ):
+            if job.stage != DECODE:
+                continue  # it was given up while the step ran
+            stats.count(drafted, accepted)
+            if accepted:
+                batch.gain(job, accepted)
+                more += accepted
+            if limit > accepted:
+                assert job.seq is not None
+                cache.rollback(job.seq, limit - accepted, now)
+        if more:
+            # They come together with the token after them.
+            self.log.itl.pending.append((0, 0, 1, more))
+        if work.decode and not work.prefill and self._executor.mode == "model":
+            plain_ps = self._executor.latency.duration(work)
+            stats.plain_ps += plain_ps * (work.decode + more) // work.decode
+            stats.took_ps += took_ps
+        return now
+
+    def _commit(self, now: int) -> None:
+        """Commit the blocks that jobs have filled, which lie anywhere in a step's tokens."""
+        size = self._cache.geometry.block_size
+        jobs = [job for each in self.batch.committing.values() for job in each]
+        for job in sorted(jobs, key=lambda job: job.seq.admission if job.seq else 0):
+            seq = job.seq
+            assert seq is not None
+            full = job.length - job.length % size
+            if full > seq.computed:
+                self._cache.settle(seq, job.length)
+                self._cache.commit(seq, full - seq.computed, now)
+                self.batcher.computed()

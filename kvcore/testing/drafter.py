@@ -1,0 +1,154 @@
+"""The conformance tests of drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any, ClassVar
+
+import pytest
+
+from kvcore.cache import KVCache
+from kvcore.engine import TokenDrafter
+from kvcore.plugins.manager import resolve
+from kvcore.request import Request, text_request
+from kvcore.serving import Batching, LatencyModel, StepWork, simulate
+from kvcore.serving.drafter import Drafter
+from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.trace import Trace
+
+_MANY = 40
+
+
+class DrafterTests:
+    """What holds of every drafter. Derive a `Test...` class and say how to make yours.
+
+    `drafter` (or `make`, if that needs fixtures of the instance) returns a new drafter, made
+    with the same options each time:
+
+        class TestMine(DrafterTests):
+            drafter = Mine
+
+    One of simulations (`accepted`) serves requests in simulated time. One that drafts tokens
+    (`kvcore.engine.TokenDrafter`) drafts for texts of some 30 tokens that a tiny model
+    continues, in blocks of 4, which needs torch.
+
+    Attributes:
+        generator: the model that is drafted for, as text.
+    """
+
+    drafter: ClassVar[Callable[[], Drafter]]
+    generator: ClassVar[str] = (
+        "transformer:layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
+    )
+
+    def make(self) -> Drafter:
+        """Return a new drafter."""
+        return type(self).drafter()
+
+    def test_is_a_named_drafter(self) -> None:
+        """Its class derives from Drafter and has a name and a docstring of its own."""
+        check_is_named(self.make(), Drafter)
+
+    def test_is_built_from_text(self) -> None:
+        """Its options, written as text, make an equal drafter."""
+        check_is_built_from_text(self.make())
+
+    def test_drafts_a_token_or_more(self) -> None:
+        """Its limit is a whole number from 1 on."""
+        assert type(self.make().tokens) is int
+        assert self.make().tokens >= 1
+
+    def test_accepts_no_more_than_is_drafted(self) -> None:
+        """In a simulation: 0 <= accepted <= drafted <= the limit, the same whenever asked."""
+        first, other = (self._attached() for _ in range(2))
+        asked = [(name, index) for name in (7, "x") for index in range(1, _MANY)]
+        limits = range(1, first.tokens + 1)
+        answers = {}
+        for name, index in asked:
+            for most in limits:
+                drafted, accepted = first.accepted(_request(name), index, most)
+                assert 0 <= accepted <= drafted <= most
+                answers[name, index, most] = drafted, accepted
+        for (name, index, most), answer in reversed(answers.items()):
+            assert other.accepted(_request(name), index, most) == answer
+
+    def test_costs_whole_picoseconds(self) -> None:
+        """A step with drafts takes no negative time, in whole picoseconds."""
+        drafter = self._attached()
+        works = StepWork(0, (0,), 3, (60,)), StepWork(9, (45,), 0, (0,))
+        for work, drafts in zip(works, ([1, 0, drafter.tokens], []), strict=True):
+            took = drafter.duration(work, drafts)
+            assert type(took) is int
+            assert took >= 0
+
+    @pytest.mark.parametrize("blocks", [200, 26])
+    def test_output_is_that_without_it(self, blocks: int) -> None:
+        """On tensors: every text goes on as without drafts, also where blocks run out."""
+        self._needs_tokens()
+        assert self._run(self.make(), blocks)[0] == self._run(None, 200)[0]
+
+    def test_runs_are_repeated(self) -> None:
+        """Equal runs have equal traces, byte by byte."""
+        runs = [self._run(self.make(), 30) for _ in range(2)]
+        assert runs[0] == runs[1]
+
+    def _needs_tokens(self) -> TokenDrafter:
+        drafter = self.make()
+        if not isinstance(drafter, TokenDrafter):
+            pytest.skip("drafts no tokens")
+        return drafter
+
+    def _attached(self) -> Drafter:
+        drafter = self.make()
+        drafter.attach(_latency())
+        if isinstance(drafter, TokenDrafter):
+            pytest.skip("needs the tokens of a run")
+        return drafter
+
+    def _run(self, drafter: Drafter | None, blocks: int) -> tuple[Any, bytes]:
+        """Serve texts that share beginnings; return what was generated, and the trace."""
+        texts = [
+            text_request(
+                number,
+                [1 + place % (3 + number) for place in range(9 + number)],
+                output=12 + number,
+                block_size=4,
+                arrival=number * 10**6,
+            )
+            for number in range(5)
+        ]
+        out = BytesIO()
+        trace = Trace(out)
+        cache = KVCache(blocks, 4, accounting="tokens", key_tokens=4, trace=trace)
+        served: dict[str, Any] = {"latency": _latency(), "batching": Batching(watermark=0)}
+        generated: Any = None
+        if drafter is None or isinstance(drafter, TokenDrafter):
+            pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+            from kvcore.engine.engine import run  # noqa: PLC0415 - as above
+
+            generated = run(
+                texts,
+                cache=cache,
+                generator=self.generator,
+                backend="torch-cpu",
+                dtype="fp64",
+                drafter=drafter,
+                threads=1,
+                **served,
+            ).outputs
+        else:
+            simulate(texts, cache=cache, drafter=drafter, **served)
+        trace.close()
+        cache.check_integrity()
+        assert not cache.sequences
+        return generated, out.getvalue()
+
+
+def _request(name: int | str) -> Request:
+    return Request(id=name, prompt_tokens=9, output_tokens=_MANY, key_tokens=4)
+
+
+def _latency() -> LatencyModel:
+    latency: LatencyModel = resolve("latency", "roofline")
+    return latency

@@ -1,0 +1,116 @@
+"""Acceptance for simulations: given, or as a run on tensors has measured it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+
+from kvcore import Drafter, InputError, LatencyModel, Request
+from kvcore.models.catalogue import find_model
+from kvcore.models.spec import ModelSpec
+from kvcore.serving import StepWork
+from kvcore.serving.acceptance import read_acceptance
+from kvcore.serving.drafter import HeadCost, ModelCost
+
+
+@attrs.define(slots=False, eq=False)
+class Acceptance(Drafter):
+    """Accept drafts by chance, with a probability for each position; computes nothing.
+
+    A draft for output token j of a request is accepted if a number drawn for (seed, request,
+    j) lies below the probability of its position, and all drafts before it were accepted. So
+    nothing depends on the order of requests, and with more drafts a step none is lost.
+
+    A file of `kvcore run --acceptance` gives the probabilities; where it has the very step
+    (the request and the output token), what happened there happens again.
+
+    Options:
+        tokens: drafts a step, k.
+        probability: that a draft is accepted whose predecessors were; one for all positions,
+            or one each with `/` between, as in `0.8/0.7/0.6`, the last for all that follow.
+        file: measured acceptance, in place of `probability`.
+        draft: the draft model, whose time is added: a name of the catalogue, in code also a
+            `ModelSpec`; None: there is none.
+        parameters: weights of extra heads on the served model, whose time is added.
+        seed: of the draws; None: that of the run.
+
+    Raises:
+        InputError: no probability, or a file that is none of acceptance.
+
+    Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
+    2023, for the expected tokens a step, (1 - a^(k + 1)) / (1 - a).
+    """
+
+    name: ClassVar[str] = "acceptance"
+
+    tokens: int = attrs.field(default=4)
+    probability: float | str | None = attrs.field(default=None)
+    file: Path | None = attrs.field(default=None)
+    draft: str | ModelSpec | None = attrs.field(default=None)
+    parameters: int = attrs.field(default=0)
+    seed: int | None = attrs.field(default=None)
+
+    _shares: list[float] = attrs.field(init=False, repr=False, factory=list)
+    _steps: dict[tuple[int | str, int], tuple[int, int]] = attrs.field(
+        init=False, repr=False, factory=dict
+    )
+    _costs: list[ModelCost | HeadCost] = attrs.field(init=False, repr=False, factory=list)
+    _key: bytes = attrs.field(init=False, repr=False, default=b"")
+
+    def __attrs_post_init__(self) -> None:
+        """Read the probabilities, or the file that has them."""
+        if self.file is not None:
+            if self.probability is not None:
+                msg = "acceptance: probability and file both say what is accepted: give one"
+                raise InputError(msg)
+            self._shares, self._steps = read_acceptance(self.file)
+            return
+        given = 0.7 if self.probability is None else self.probability
+        try:
+            self._shares = [float(part) for part in str(given).split("/")]
+        except ValueError:
+            self._shares = []
+        if not self._shares or not all(0 <= share <= 1 for share in self._shares):
+            msg = (
+                f"acceptance: probability={given!r}: give numbers from 0 to 1, one for each "
+                "position, such as 0.8/0.7/0.6"
+            )
+            raise InputError(msg)
+
+    def attach(self, latency: LatencyModel, seed: int = 0) -> None:
+        """Store the seed, and build the cost of the draft model."""
+        super().attach(latency, seed)
+        self._key = f"{seed if self.seed is None else self.seed} {self.name} ".encode()
+        if self.draft is not None:
+            model = find_model(self.draft) if isinstance(self.draft, str) else self.draft
+            self._costs.append(ModelCost(latency, model))
+        if self.parameters:
+            self._costs.append(HeadCost(latency, self.parameters))
+
+    def accepted(self, request: Request, index: int, most: int) -> tuple[int, int]:
+        """Return what was measured for this step; else draw, position by position."""
+        measured = self._steps.get((request.id, index))
+        if measured is not None:
+            drafted = min(measured[0], most)
+            return drafted, min(measured[1], drafted)
+        shares, drafted = self._shares, min(most, self.tokens)
+        if self.file is not None and not shares:
+            return 0, 0
+        for place in range(drafted):
+            share = shares[min(place, len(shares) - 1)]
+            if self._drawn(request.id, index + place) >= share:
+                return drafted, place
+        return drafted, drafted
+
+    def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
+        """Return the time of the draft model and of extra heads; 0 without any."""
+        return sum(cost.duration(work, drafts) for cost in self._costs)
+
+    def _drawn(self, name: int | str, index: int) -> float:
+        """Return the number in [0, 1) of an output token."""
+        text = self._key + f"{name!r} {index}".encode()
+        return int.from_bytes(blake2b(text, digest_size=7).digest(), "little") / 2**56

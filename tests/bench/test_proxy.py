@@ -1,0 +1,94 @@
+"""What the proxy adds to a request, beside a proxy that does nothing but pass it on."""
+
+import asyncio
+import gc
+from contextlib import asynccontextmanager
+from statistics import quantiles
+from time import perf_counter_ns
+
+import aiohttp
+import pytest
+from aiohttp import web
+from helpers.upstreams import prompt, routed
+
+REQUESTS = 2_000
+
+WARM = 200
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 90
+"""Some thousand tokens."""
+
+
+@asynccontextmanager
+async def passing(upstream):
+    """Run the least that a proxy can be: bodies are passed on as they come."""
+    async with aiohttp.ClientSession(upstream) as session:
+
+        async def forward(http):
+            async with session.post(http.path, data=await http.read()) as answer:
+                out = web.StreamResponse(headers={"Content-Type": answer.content_type})
+                await out.prepare(http)
+                while data := await answer.content.readany():
+                    await out.write(data)
+                return out
+
+        app = web.Application(client_max_size=1 << 24)
+        app.router.add_post("/v1/completions", forward)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+            yield client
+        await runner.cleanup()
+
+
+async def timed(client, number, *, stream):
+    """Return the microseconds of a request."""
+    body = prompt(f"{number % 50} {TEXT}", stream=stream)
+    start = perf_counter_ns()
+    async with client.post("/v1/completions", json=body) as answer:
+        await answer.read()
+    assert answer.status == 200
+    return (perf_counter_ns() - start) / 1_000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_overhead_of_a_request(stream, traced, tmp_path):
+    """One request at a time, by turns with no proxy, with the bare one, and with this one.
+
+    All are in one process, so each adds what it costs. The bound is far above what is measured
+    on an idle machine: it is there to notice a lookup that grows.
+    """
+
+    async def run():
+        options = {"router": "dynamo", "health_interval": 60}
+        if traced:
+            options["trace"] = tmp_path / "day.jsonl.gz"
+        times = {"direct": [], "bare": [], "kvcore route": []}
+        async with (
+            routed(4, **options) as (_, servers, client),
+            passing(servers[0].url) as bare,
+            aiohttp.ClientSession(servers[0].url) as direct,
+        ):
+            clients = dict(zip(times, (direct, bare, client), strict=True))
+            gc.collect()
+            for number in range(WARM + REQUESTS):
+                for name, each in clients.items():
+                    times[name].append(await timed(each, number, stream=stream))
+                for each in servers:
+                    each.calls.clear()
+                    each.headers.clear()
+        return {name: each[WARM:] for name, each in times.items()}
+
+    found = asyncio.run(run())
+    marks = {name: quantiles(each, n=100) for name, each in found.items()}
+    kind = f"{'stream' if stream else 'whole'}, {'traced' if traced else 'not traced'}"
+    for name, each in marks.items():
+        above = [each[at] - marks["direct"][at] for at in (49, 98)]
+        print(
+            f"{kind}, {name}: p50 {each[49]:,.0f} us, p99 {each[98]:,.0f} us; above direct "
+            f"{above[0]:,.0f} and {above[1]:,.0f} us"
+        )
+    assert marks["kvcore route"][49] < 4 * marks["bare"][49]

@@ -1,0 +1,132 @@
+"""`kvcore route` as a process, and the trace that it leaves."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from helpers.commands import run_here
+from helpers.processes import Program
+from helpers.storm import storm
+from helpers.upstreams import Upstream, prompt, routed, until
+
+from kvcore.trace import TraceWorkload, read_events
+
+
+@asynccontextmanager
+async def routing(*arguments, count=2):
+    """Run `kvcore route` with some upstreams; yield the program and these."""
+    servers = [await Upstream().start() for _ in range(count)]
+    program = Program("route", "--port", 0, *arguments, *(each.url for each in servers))
+    try:
+        yield await program.start(), servers
+    finally:
+        await program.kill()
+        for each in servers:
+            await each.stop()
+
+
+async def ask(url, **more):
+    """Return the text of an answer."""
+    async with (
+        aiohttp.ClientSession(url) as client,
+        client.post("/v1/completions", json=prompt(**more)) as answer,
+    ):
+        return await answer.text()
+
+
+def test_the_trace_is_whole_after_sigterm(tmp_path):
+    """What is in flight ends first; `kvcore simulate` takes the day."""
+    path = tmp_path / "day.jsonl.gz"
+
+    async def scene():
+        options = ("--router", "least-requests", "--trace", path)
+        async with routing(*options) as (program, servers):
+            for each in servers:
+                each.script = "wait"
+            asked = asyncio.create_task(ask(program.url, text="x" * 640))
+            await until(lambda: any(each.calls for each in servers))
+            ending = asyncio.create_task(program.stop())
+            await until(lambda: b"ending" in program.told)
+            for each in servers:
+                each.gate.set()
+            assert "one two three" in await asked
+            assert await ending == 0
+
+    asyncio.run(scene())
+    (request,) = TraceWorkload(path)
+    assert (request.prompt_tokens, request.output_tokens) == (40, 3)
+    run = run_here("simulate", path, "--replicas", "2", "--router", "least-requests")
+    assert "1 completed" in run.stdout, run.stderr
+
+
+def test_the_trace_can_be_read_after_sigkill(tmp_path):
+    """Up to the last second."""
+    path = tmp_path / "day.jsonl.gz"
+
+    async def scene():
+        async with routing("--trace", path) as (program, _):
+            await ask(program.url)
+            (part,) = tmp_path.iterdir()
+            await until(lambda: part.stat().st_size > 100)
+            await program.kill()
+            reader = read_events(part)
+            assert [each.event for each in reader] == ["HEADER", "REQUEST", "ROUTE"]
+            assert not reader.complete
+
+    asyncio.run(scene())
+    assert not path.exists()
+
+
+def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
+    """Each good one is answered once or refused; nothing is left in flight."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene():
+        options = {"router": "least-requests", "trace": path, "client_timeout": 2}
+        async with routed(4, **options) as (proxy, servers, _):
+
+            async def trouble():
+                for turn in range(6):
+                    server = servers[turn % len(servers)]
+                    server.script = ("die", "break", "busy", "answer")[turn % 4]
+                    await asyncio.sleep(0.05)
+                    await server.stop()
+                    await asyncio.sleep(0.1)
+                    server.script = "answer"
+                    await server.start()
+
+            work = asyncio.create_task(trouble())
+            found = await storm(proxy.url, 600)
+            await work
+            await until(lambda: not any(each.attempts for each in proxy.fleet.servers))
+            assert found.total() == 600
+            assert found["answered"] > 500
+            for each in proxy.fleet.servers:
+                replica = each.replica
+                counts = (replica.requests, replica.waiting, replica.prompt_tokens)
+                assert (*counts, replica.waiting_tokens, replica.prompt_blocks) == (0,) * 5
+            assert not proxy.fleet.dispatcher._sent
+            await until(lambda: not proxy._busy)
+        return found
+
+    found = asyncio.run(scene())
+    assert len(list(TraceWorkload(path))) >= found.total()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ([], "name the servers"),
+        (["ftp://a"], "expected one such as http://127.0.0.1:8001"),
+        (["http://a", "--router", "round-robbin"], "did you mean 'round-robin'"),
+        (["http://a", "--view", "exact"], "for simulations"),
+        (["http://a", "--view", "event"], "did you mean 'events'"),
+        (["http://a", "--trace", "nowhere/day.jsonl"], "nowhere"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, wrong):
+    """Before anything is listened to."""
+    run = run_here("route", *arguments)
+    assert run.returncode
+    assert wrong in run.stderr

@@ -1,0 +1,90 @@
+"""`kvcore routers`: what it prints, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcore.cli import main as frame
+
+SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=16,output_tokens=4,rate=50"
+
+
+@pytest.fixture
+def routers(capsys):
+    """Return a function that runs the command in this process: code, stdout, stderr."""
+
+    def run(*arguments):
+        code = frame.run(["routers", SMALL, "--jobs", "1", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_all_installed_routers_are_compared(routers):
+    """If none is named; on eight servers."""
+    code, printed, _ = routers("--json", "--blocks", 60)
+    document = json.loads(printed)
+    assert (code, document["schema"]) == (0, 1)
+    assert {"round-robin", "least-requests"} <= {row["router"] for row in document["rows"]}
+    assert {row["replicas"] for row in document["rows"]} == {8}
+    assert [each["blocks"] for each in document["shared"]] == [480]
+
+
+def test_the_table_names_what_is_compared(routers):
+    """Several numbers of servers have a column, and one cache has rows."""
+    code, printed, _ = routers("--replicas", "2,4", "--routers", "round-robin", "--blocks", 60)
+    assert code == 0
+    assert " ".join(printed.split()).startswith(
+        "zipf: 60 requests to llama-3-8b on 2 or 4 replicas"
+    )
+    for words in ("2   round-robin", "4   one shared cache", "4   optimum of one cache"):
+        assert words in printed
+
+
+def test_options_come_from_a_file(routers, tmp_path):
+    """Tables of unlike servers are one cluster; the command line wins."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        'routers = "round-robin"\n[[replicas]]\nblocks = 50\n[[replicas]]\nblocks = 90\n'
+    )
+    document = json.loads(routers("--config", path, "--json")[1])
+    assert [each["blocks"] for each in document["shared"]] == [140]
+    document = json.loads(
+        routers("--config", path, "--replicas", 3, "--blocks", 9, "--json")[1]
+    )
+    assert [each["blocks"] for each in document["shared"]] == [27]
+
+
+def test_a_failure_is_served(routers):
+    """By every router alike."""
+    failed = "--fail", "replica=1,at=0.1", "--fail", "replica=2,at=0.2,for=0.3"
+    document = json.loads(routers("--replicas", 3, "--blocks", 60, *failed, "--json")[1])
+    assert all(row["rejected"] == 0 for row in document["rows"])
+
+
+def test_a_plot_is_drawn(routers, tmp_path):
+    """Hits, times and balance over the number of servers."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "routers.svg"
+    assert routers("--replicas", "2,3", "--blocks", 60, "--plot", path)[0] == 0
+    assert "one shared cache" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--replicas", "1,000"], "--replicas '1,000': 1,000 is a list of 1 and 0"),
+        (["--replicas", 0], "replicas: 0 is out of range"),
+        (["--routers", "roundrobin"], "router: no router plugin is named 'roundrobin'"),
+        (["--view", "all"], "view: 'all' is no view"),
+        (["--blocks", 9, "--memory", "1GiB"], "--blocks and --memory both say"),
+    ],
+)
+def test_what_cannot_be_is_refused(routers, options, why):
+    """With what is wrong, before anything runs."""
+    code, printed, told = routers(*options)
+    assert (code, printed) == (2, "")
+    assert why in told

@@ -1,0 +1,53 @@
+"""The how-to of routers: its table of hits on the whole trace is what the command finds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcore.analysis.routers import compare_routers
+from kvcore.report.routers import OPTIMUM, SHARED
+
+PAGE = (Path(__file__).parents[2] / "docs/how-to/choose-a-router.md").read_text("utf-8")
+
+
+def table(first):
+    """Return the rows of the table whose first header is `first`, by their first cells."""
+    lines = PAGE.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
+    return {name: cells for name, *cells in rows}
+
+
+@pytest.mark.slow  # all of the bundled trace, 16 times
+def test_hits_by_number_of_replicas():
+    """Of each router, and of one cache of all their memory."""
+    shown = table("share of prompt tokens that hit")
+    (command,) = re.findall(r"^    kvcore routers --replicas (\S+) (.*)$", PAGE, re.MULTILINE)
+    replicas = [int(number) for number in command[0].split(",")]
+    words = command[1].split()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    found = compare_routers(
+        "mooncake",
+        given["--routers"],
+        replicas,
+        block_size=int(given["--block-size"]),
+        view=given["--view"],
+    )
+    hits = {name: [] for name in shown}
+    for row in found.rows:
+        hits[row.router].append(f"{row.hit_ratio:.1%}")
+    for shared in found.shared:
+        hits[SHARED].append(f"{shared.hit_ratio:.1%}")
+        hits[OPTIMUM].append(f"{shared.optimum:.1%}")
+    assert hits == shown
+
+
+@pytest.mark.slow  # all of the bundled trace, six times
+@pytest.mark.parametrize("view", table("`--view`"))
+def test_hits_by_what_the_router_knows(view):
+    """And the TTFT."""
+    (row,) = compare_routers("mooncake", "prefix-affinity", 8, block_size=512, view=view).rows
+    hits, ttft, _ = table("`--view`")[view]
+    assert (f"{row.hit_ratio:.1%}", f"{row.ttft_mean_s * 1000:.0f} ms") == (hits, ttft)

@@ -1,0 +1,143 @@
+"""Servers and proxies as processes, and servers in this one, for tests."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+from kvcore.config import EngineParts, RunConfig
+from kvcore.online.server import ServeConfig, Server
+from kvcore.workloads import PromptWorkload
+
+SMALL = "transformer:layers=1,hidden=32,heads=2,kv_heads=1"
+READY_SECONDS = 60
+
+
+def free_port():
+    """Return a port that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class ServerProcess:
+    """A `kvcore serve` of its own process, which answers when it is made."""
+
+    def __init__(self, *options, port=None):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        # The kernels of torch would run on all CPUs in each of several servers.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "kvcore", "serve", "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [*command, "--generator", SMALL, *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait(self):
+        """Return the server once it is healthy."""
+        wait_for(f"{self.url}/health", self.process)
+        return self
+
+    def kill(self):
+        """End it at once."""
+        self.process.kill()
+        self.process.communicate()
+
+    def stop(self):
+        """End it as an operator does; return its exit code and what it printed."""
+        self.process.send_signal(signal.SIGTERM)
+        printed, _ = self.process.communicate(timeout=READY_SECONDS)
+        return self.process.returncode, printed
+
+
+def wait_for(url, process):
+    """Wait until `url` answers with success."""
+    until = time.monotonic() + READY_SECONDS
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.05)  # for another process to start
+    msg = f"{url} does not answer"
+    raise AssertionError(msg)
+
+
+@contextmanager
+def processes(count, *options):
+    """Yield so many `kvcore serve` processes; kill those that are left."""
+    servers = [ServerProcess(*options) for _ in range(count)]
+    try:
+        yield [server.wait() for server in servers]
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def parts(block_size=16, **options):
+    """Return the parts of a small model."""
+    config = RunConfig.of(
+        "run",
+        workload=PromptWorkload((), block_size),
+        generator=options.pop("generator", SMALL),
+        block_size=block_size,
+        clock="wall",
+        memory=options.pop("memory", "4MiB"),
+        **options,
+    )
+    return EngineParts(config)
+
+
+@contextmanager
+def serving(config=None, **options):
+    """Yield a server that listens in a thread of this process."""
+    started, stopping = threading.Event(), []
+    made = []
+
+    async def main():
+        server = Server(parts(**options), config or ServeConfig(port=0, grace=2))
+        await server.start()
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        stopping.append(lambda: loop.call_soon_threadsafe(told.set))
+        made.append(server)
+        started.set()
+        await told.wait()
+        await server.stop()
+
+    failures = []
+
+    def run():
+        try:
+            asyncio.run(main())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    try:
+        if failures:
+            raise failures[0]
+        yield made[0]
+    finally:
+        for stop in stopping:
+            stop()
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,161 @@
+"""Servers of an API that do as they are told, behind a proxy in the same process."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+
+from kvcore.online.proxy import Proxy
+from kvcore.online.route_config import RouteConfig
+
+WORDS = ("one", "two", "three")
+
+
+class Upstream:
+    """A server that answers as its `script` says, which a test may change at any time.
+
+    Attributes:
+        script: what it does with a completion: `answer`, `die` before or `break` within its
+            answer, `wait` until `gate` is set, be `busy` (503), `fail` (500), talk `nonsense`,
+            or `flood` the client.
+        healthy: whether it says so.
+        calls: bodies of the completions that came; `headers` of each.
+        left: completions whose client went away.
+    """
+
+    def __init__(self):
+        self.script, self.healthy, self.usage = "answer", True, 0.25
+        self.calls, self.headers, self.left, self.flooded = [], [], 0, 0
+        self.gate = asyncio.Event()
+        self.port = 0
+
+    @property
+    def url(self):
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self):
+        """Listen, at the same port as before."""
+        app = web.Application(client_max_size=1 << 26)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._complete)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self):
+        """Cut all connections, and listen no more."""
+        server = self._runner.server
+        for connection in server.connections if server else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+
+    async def _complete(self, http):
+        body = await http.json()
+        self.calls.append(body)
+        self.headers.append(http.headers)
+        script = self.script
+        try:
+            if script == "wait":
+                await self.gate.wait()
+            if script == "die":
+                await _cut(http)
+            if script in ("busy", "fail"):
+                status = {"busy": 503, "fail": 500}[script]
+                return web.json_response({"error": {"message": script}}, status=status)
+            if script == "nonsense":
+                return web.Response(body=b"{nonsense", content_type="application/json")
+            return await (self._stream(http, body) if body.get("stream") else self._whole(body))
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+
+    async def _whole(self, body):
+        usage = {"prompt_tokens": 40, "completion_tokens": len(WORDS)}
+        usage["prompt_tokens_details"] = {"cached_tokens": 32}
+        text = " ".join(WORDS)
+        return web.json_response({"choices": [{"index": 0, "text": text}], "usage": usage})
+
+    async def _stream(self, http, body):
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(http)
+        while self.script == "flood":
+            await out.write(event({"choices": [{"text": "x" * 50_000}]}))
+            self.flooded += 50_000
+        for place, word in enumerate(WORDS):
+            await out.write(event({"choices": [{"index": 0, "text": word}]}))
+            if self.script == "break" and place == 1:
+                await out.write(b'data: {"choi')
+                await _cut(http)
+            if self.script == "pause":
+                await self.gate.wait()
+        if body.get("stream_options", {}).get("include_usage"):
+            usage = {"prompt_tokens": 40, "completion_tokens": len(WORDS)}
+            await out.write(event({"choices": [], "usage": usage}))
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+    async def _tokenize(self, http):
+        body = await http.json()
+        return web.json_response({"tokens": [ord(letter) for letter in body["prompt"]]})
+
+    async def _models(self, http):
+        return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
+
+    async def _health(self, http):
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, http):
+        return web.Response(text=f'vllm:kv_cache_usage_perc{{model="tiny"}} {self.usage}\n')
+
+
+async def _cut(http):
+    """End the connection; the handler is cancelled by that."""
+    http.transport.abort()
+    await asyncio.Event().wait()
+
+
+def event(document):
+    """Return an event of a stream."""
+    return f"data: {json.dumps(document)}\n\n".encode()
+
+
+@asynccontextmanager
+async def routed(servers=2, **options):
+    """Run upstreams (or take these) and a proxy before them; yield it, them and a client."""
+    upstreams = servers
+    if isinstance(servers, int):
+        upstreams = [await Upstream().start() for _ in range(servers)]
+    defaults = {"port": 0, "health_interval": 0.05, "shutdown_timeout": 0.2}
+    options = {**defaults, **options}
+    replicas = options.pop("replicas", [each.url for each in upstreams])
+    proxy = Proxy(RouteConfig.of(replicas, **options))
+    await proxy.start()
+    try:
+        async with aiohttp.ClientSession(proxy.url) as client:
+            yield proxy, upstreams, client
+    finally:
+        await proxy.stop()
+        for each in upstreams:
+            await each.stop()
+
+
+async def until(true, seconds=10):
+    """Let others run until a condition holds; fail after some seconds."""
+    async with asyncio.timeout(seconds):
+        while not true():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
+def prompt(text="a prompt", **more):
+    """Return the body of a completion."""
+    return {"model": "tiny", "prompt": text, "max_tokens": 3, **more}

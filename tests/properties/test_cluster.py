@@ -1,0 +1,249 @@
+"""Clusters: one replica is a server, nothing is lost, views tell what they can know."""
+
+from collections import Counter
+
+import attrs
+import hypothesis.strategies as st
+import orjson
+from helpers.clusters import Longest, Lot, serve_cluster, serve_server
+from helpers.schedulers import SCHEDULERS
+from helpers.serving import Single, early, servers, tiered_servers
+from hypothesis import given, settings
+
+from kvcore import Request
+from kvcore.cluster.views import EventsView, Holders, SentIndex
+from kvcore_plugins.retention import Window
+
+FEW = settings(max_examples=40, deadline=None)
+
+schedulers = st.sampled_from(SCHEDULERS)
+counts = st.integers(1, 4)
+
+
+@st.composite
+def failures(draw, replicas):
+    """Draw failures of replicas in small times, each after the return of the one before."""
+    drawn = []
+    for replica in range(draw(st.integers(0, replicas))):
+        now = 0
+        for _ in range(draw(st.integers(0, 2))):
+            now += draw(st.integers(0, 300))
+            gone = draw(st.integers(1, 200))
+            drawn.append(f"replica={replica},at={now}ns,for={gone}ns")
+            now += gone
+    return drawn
+
+
+def told(run):
+    """Return the lines of a trace without their numbers, those of a replica together."""
+    lines = [{**line, "n": 0} for line in run.lines]
+    return sorted(lines, key=lambda line: (line["t"], line.get("replica", -1)))
+
+
+def as_asked(lines):
+    """Return the bytes of lines without numbers, of one time first what was asked.
+
+    A cluster routes all that comes at a time before a replica takes, or rejects, any of it.
+    """
+    lines = sorted(lines, key=lambda line: (line["t"], line["event"] != "REQUEST"))
+    return [orjson.dumps({**line, "n": 0}) for line in lines]
+
+
+@FEW
+@given(servers() | tiered_servers(), schedulers, st.booleans())
+def test_a_cluster_of_one_is_a_server(server, scheduler, forgets):
+    """Its trace is that of the server alone, but for ROUTE and the names of replicas."""
+    # Nobody follows hints for prefetches in a cluster: a request is not routed before it comes.
+    requests = [early(request, None) for request in server.requests]
+    server = attrs.evolve(server, requests=requests)
+    retention = (lambda: Window(tokens=8)) if forgets and not server.tiers else None
+    alone = server.run(scheduler, retention=retention and retention())
+    cluster = serve_server(server, 1, scheduler=scheduler, retention=retention)
+    lines = [line for line in cluster.lines if line["event"] != "ROUTE"]
+    for line in lines:
+        line.pop("replica", None)
+    assert as_asked(lines) == as_asked(alone.lines)
+    names = ("arrival", "admitted", "first_token", "finish", "hit", "loaded", "verdict")
+    one, other = cluster.result.log, alone.result.log
+    assert [sorted(getattr(one, name)) for name in names] == [
+        sorted(getattr(other, name)) for name in names
+    ]
+
+
+@FEW
+@given(st.data(), servers() | tiered_servers(), counts, st.sampled_from(["exact", "index"]))
+def test_a_replica_that_is_not_touched_does_what_it_does_step_by_step(
+    data, server, replicas, view
+):
+    """Where jumps are not foreseen, routers see the same, and replicas do the same."""
+    fail = data.draw(failures(replicas))
+    lazy, slow = Longest(), Longest()
+    one = serve_server(server, replicas, router=lazy, view=view, failures=fail)
+    other = serve_server(
+        server, replicas, router=slow, view=view, failures=fail, latency=Single
+    )
+    assert lazy.saw == slow.saw
+    assert told(one) == told(other)
+
+
+@FEW
+@given(st.data(), servers() | tiered_servers(), counts)
+def test_events_without_delay_are_exact(data, server, replicas):
+    """What replicas have told is what their caches hold, whatever the sizes of blocks."""
+    if "ttl" in server.eviction:  # what has expired is dropped only when it is met
+        server = attrs.evolve(server, eviction="lru")
+    fail = data.draw(failures(replicas))
+    late, exact = Longest(), Longest()
+    one = serve_server(server, replicas, router=late, view="events:delay=0", failures=fail)
+    other = serve_server(server, replicas, router=exact, view="exact", failures=fail)
+    assert late.saw == exact.saw
+    assert told(one) == told(other)
+
+
+@FEW
+@given(st.data(), servers() | tiered_servers(), st.integers(2, 4))
+def test_every_request_is_served_once_or_turned_away(data, server, replicas):
+    """Whatever fails: each has one row and one end; lines are in order; bytes are the same."""
+    fail = data.draw(failures(replicas))
+    runs = [
+        serve_server(server, replicas, router=Lot(refuses=7), failures=fail) for _ in range(2)
+    ]
+    assert runs[0].trace == runs[1].trace
+    run = runs[0]
+    log, asked = run.result.log, {request.id: request for request in server.requests}
+    assert Counter(log.ids) == Counter(list(asked))
+    ends = Counter(
+        line["request"] for line in run.lines if line["event"] in ("FINISH", "REJECT")
+    )
+    assert ends == Counter(list(asked))
+    for row, name in enumerate(log.ids):
+        done = row not in log.reasons
+        assert (log.finish[row] >= 0) == done
+        assert not done or log.output[row] == asked[name].output_tokens
+        assert (run.result.replica[row] >= 0) or not done
+    assert sum(run.result.served) + len(log.reasons) == len(asked)
+    times = [line["t"] for line in run.lines]
+    assert times == sorted(times)
+    assert [line["n"] for line in run.lines] == list(range(1, len(times) + 1))
+    # All replicas return, so that what was lost was sent again.
+    sent = Counter(line["request"] for line in run.of("ROUTE"))
+    assert sum(sent.values()) - len(sent) == run.result.retried
+
+
+# Views by themselves, against what says the same slowly.
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+"""Prompts as paths of a tree: a key is the path down to it."""
+
+
+def keys_of(path):
+    """Return the chained keys of a path."""
+    return [path[: place + 1] for place in range(len(path))]
+
+
+def ask(path, size=4):
+    """Return a request whose last key is not full."""
+    return Request(
+        id=0, arrival=0, prompt_tokens=size * len(path) - 1, output_tokens=1,
+        keys=keys_of(path), key_tokens=size,
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), prompts), max_size=20), prompts)
+def test_holders_are_found_by_bisection(held, path):
+    """It finds what looking at every key of every replica finds."""
+    index, slow = Holders(), {}
+    for replica, each in held:
+        index.add(replica, keys_of(each))
+        slow.setdefault(replica, set()).update(keys_of(each))
+    found = {
+        replica: sum(key in keys for key in keys_of(path)) for replica, keys in slow.items()
+    }
+    assert index.find(keys_of(path), 4, 9) == {
+        each: min(count * 4, 9) for each, count in found.items() if count
+    }
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 3), prompts, st.booleans()), max_size=30
+    ),
+    st.sampled_from([None, 25, 100]),
+    st.sampled_from([None, 1, 3, 8]),
+)
+def test_an_index_knows_what_was_sent_lately(steps, ttl, blocks):
+    """It holds what was sent within its time to live, the last so many entries at most."""
+    index = SentIndex(ttl=ttl, blocks=blocks)
+    last, sent, now = {}, [], 0
+    for gap, replica, path, fails in steps:
+        now += gap
+        while sent and ttl is not None and now - sent[0][0] >= ttl:
+            _forget(last, sent)
+        request = ask(path)
+        found = {}
+        for place, key in enumerate(request.keys, 1):
+            for each in range(4):
+                if (each, key) in last:
+                    found[each] = min(place * 4, request.prompt_tokens)
+        assert index.find(request, now) == found
+        if fails:
+            index.lost(replica, now)
+            for held in [held for held in last if held[0] == replica]:
+                del last[held]
+            sent = [each for each in sent if each[1] != replica]
+            continue
+        index.sent(request, replica, now)
+        keys = request.keys[:blocks]
+        sent = [each for each in sent if (each[1], each[2][-1]) != (replica, keys[-1])]
+        sent.append((now, replica, keys, len(sent) + 1000 * now + id(request)))
+        last.update({(replica, key): sent[-1][3] for key in keys})
+        while blocks is not None and len(last) > blocks:
+            _forget(last, sent)
+        assert len(index) == len(last)
+
+
+def _forget(last, sent):
+    """Forget what was sent first, but for what was sent since as well."""
+    _, replica, keys, serial = sent.pop(0)
+    for key in keys:
+        if last.get((replica, key)) == serial:
+            del last[replica, key]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), prompts), max_size=12), st.integers(0, 20), prompts
+)
+def test_events_come_after_the_delay(stored, delay, path):
+    """What a real replica told is seen from the delay after it on, and not before."""
+    view, now, log = EventsView(delay=delay), 0, []
+    for gap, each in stored:
+        now += gap
+        view.stored(0, keys_of(each), now)
+        log.append((now, each))
+        request = ask(path)
+        known = {key for at, each in log if at + delay <= now for key in keys_of(each)}
+        count = sum(key in known for key in request.keys)
+        hit = min(count * 4, request.prompt_tokens)
+        assert view.find(request, now) == ({0: hit} if hit else {})
+
+
+def test_what_is_under_way_is_lost_with_its_replica():
+    """A replica that has failed holds nothing, whatever it told before."""
+    view = EventsView(delay=10)
+    view.stored(0, keys_of((1, 2)), 0)
+    view.stored(1, keys_of((1,)), 0)
+    view.lost(0, 5)
+    view.stored(0, keys_of((1,)), 6)
+    assert view.find(ask((1, 2)), 10) == {1: 4}
+    assert view.find(ask((1, 2)), 16) == {0: 4, 1: 4}
+    view.removed(1, keys_of((1,)), 20)
+    assert view.find(ask((1, 2)), 30) == {0: 4}
+
+
+def test_keys_in_the_middle_of_nothing():
+    """A prompt without keys hits nowhere, and is not remembered."""
+    index = SentIndex()
+    request = Request(id=0, arrival=0, prompt_tokens=3, output_tokens=1, key_tokens=4)
+    index.sent(request, 0, 0)
+    assert index.find(request, 0) == {}
+    assert serve_cluster([request]).result.served == [1, 0]

@@ -1,0 +1,151 @@
+"""Clusters against queueing theory: replicas of one seat, a token a microsecond."""
+
+from math import factorial
+from typing import ClassVar
+
+import attrs
+import pytest
+from helpers.clusters import Lot, serve_cluster
+from helpers.queueing import EXPONENTIAL, LOAD, SERVICE, arrivals, check
+
+from kvcore import Router
+from kvcore_plugins.latency import TokenRate
+from kvcore_plugins.router import LeastRequests
+
+
+@attrs.define(eq=False)
+class LeastWork(Router):
+    """Knows how long each request will take, as no real router does; the least work goes."""
+
+    name: ClassVar[str] = "least-work"
+    uses_hits: ClassVar[bool] = False
+    _free_at: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    def route(self, request, replicas, now):
+        """Return the replica that is done first with what it was sent."""
+        chosen = min(replicas, key=lambda each: self._free_at.get(each.number, 0))
+        begin = max(now, self._free_at.get(chosen.number, 0))
+        self._free_at[chosen.number] = begin + 1000 * request.output_tokens
+        return chosen
+
+
+@attrs.define(eq=False)
+class Counting(LeastRequests):
+    """Adds up, over time, the requests in flight that its replicas show."""
+
+    name: ClassVar[str] = "counting"
+    _since: dict[int, tuple[int, int]] = attrs.field(factory=dict, init=False)
+    area: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    def on_routed(self, request, replica, now):
+        """Count the time before this request came."""
+        self._add(replica, now)
+
+    def on_ended(self, request, replica, now):
+        """Count the time before this request left."""
+        self._add(replica, now)
+
+    def _add(self, replica, now):
+        before, requests = self._since.get(replica.number, (0, 0))
+        self.area[replica.number] = self.area.get(replica.number, 0) + requests * (now - before)
+        self._since[replica.number] = now, replica.requests
+
+
+def run(servers, router, **options):
+    """Serve exponential work at a load of 0.7; return the result, and rows by arrival."""
+    done = serve_cluster(
+        arrivals(EXPONENTIAL, servers=servers),
+        servers,
+        router=router,
+        latency=lambda: TokenRate(prefill=1000, decode=1000),
+        blocks=5000,
+        block_size=1 << 20,
+        max_seqs=1,
+        trace=False,
+        **options,
+    )
+    columns = done.result.requests
+    order = sorted(range(len(columns["id"])), key=columns["id"].__getitem__)
+    return done.result, {name: [columns[name][i] for i in order] for name in columns}
+
+
+def responses(rows):
+    """Return the times from arrival to finish, in service times."""
+    times = zip(rows["arrival_s"], rows["finish_s"], strict=True)
+    return [(finish - arrival) * 1e9 / SERVICE for arrival, finish in times]
+
+
+def test_lots_make_m_m_1():
+    """Each of several replicas that are drawn by lot is a queue of its own: 1 / (1 - load)."""
+    _, rows = run(3, Lot())
+    check(responses(rows), 1 / (1 - LOAD))
+
+
+@pytest.mark.parametrize("servers", [2, 4])
+def test_least_work_left_makes_m_m_c(servers):
+    """Who always goes where least work is left waits as in one queue for all servers.
+
+    Source: of the wait, Erlang, 1917; that both are the same, Harchol-Balter, Crovella and
+    Murta, "On choosing a task assignment policy for a distributed server system", 1999.
+    """
+    _, rows = run(servers, LeastWork())
+    work = LOAD * servers
+    last = work**servers / factorial(servers) / (1 - LOAD)
+    waits = last / (sum(work**k / factorial(k) for k in range(servers)) + last)
+    check(responses(rows), 1 + waits / (servers * (1 - LOAD)))
+
+
+def test_the_shorter_of_two_queues():
+    """Two replicas under `least-requests`: the mean response of the shortest queue."""
+    _, rows = run(2, LeastRequests())
+    check(responses(rows), response_of_shortest_queue(LOAD))
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.5, 1.42632), (0.7, 2.10820)])
+def test_the_chain_of_the_shorter_queue(load, expected):
+    """The sums below give the means that solving the same equations by elimination gives."""
+    assert response_of_shortest_queue(load) == pytest.approx(expected, abs=2e-4)
+
+
+def test_littles_law():
+    """On each replica: requests in flight, over time, are the times of its requests."""
+    router = Counting()
+    result, rows = run(3, router)
+    for replica in range(3):
+        spent = sum(
+            round((finish - arrival) * 1e9)
+            for arrival, finish, at in zip(
+                rows["arrival_s"], rows["finish_s"], rows["replica"], strict=True
+            )
+            if at == replica
+        )
+        assert router.area[replica] == pytest.approx(spent, rel=1e-9)
+    assert sum(result.served) == len(rows["id"])
+
+
+def response_of_shortest_queue(load, most=24):
+    """Return the mean response of two exponential servers, in service times.
+
+    The balance equations of the chain (shorter, longer queue), cut off at `most`, by sweeps
+    of Gauss and Seidel. Source: of the chain, Adan, Wessels and Zijm, "Analysis of the
+    symmetric shortest queue problem", Stochastic Models 6, 1990.
+    """
+    rate = 2 * load
+    states = [(m, n) for n in range(most + 1) for m in range(n + 1)]
+    into = {state: [] for state in states}
+    leaving = dict.fromkeys(states, 0.0)
+    for m, n in states:
+        moves = [((m + 1, n), rate)] if m < most else []
+        moves += [((m - 1, n), 1)] if m else []
+        moves += [((m, n - 1), 1)] if n else []
+        for after, speed in moves:
+            into[min(after), max(after)].append(((m, n), speed))
+            leaving[m, n] += speed
+    share = dict.fromkeys(states, 1.0)
+    for _ in range(400):
+        for state in states:
+            flow = sum(share[before] * speed for before, speed in into[state])
+            share[state] = flow / leaving[state]
+        total = sum(share.values())
+        share = {state: each / total for state, each in share.items()}
+    return sum((m + n) * each for (m, n), each in share.items()) / rate

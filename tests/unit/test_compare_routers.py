@@ -1,0 +1,168 @@
+"""Routers are compared: with one another, and with one cache of all their memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import kvcore
+from kvcore import InputError, PluginError, Router
+from kvcore.analysis import compare
+from kvcore.analysis.routers import compare_routers
+from kvcore.analysis.sweep import Processes
+from kvcore.report.routers import OPTIMUM, SHARED, RoutersReport
+
+ZIPF = (
+    "zipf:requests=120,prefixes=12,prefix_tokens=512,suffix_tokens=16,output_tokens=4,rate=20"
+)
+ROUTERS = "round-robin,least-requests"
+
+
+class First(Router):
+    """Sends all requests to the first replica."""
+
+    name = "first"
+
+    def cost(self, request, replica):
+        """Return its number."""
+        del request
+        return replica.number
+
+
+class Broken(Router):
+    """Fails at the first request."""
+
+    name = "broken"
+
+    def cost(self, request, replica):
+        """Raise an error."""
+        raise ValueError
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    """Compare two routers on two clusters, in one comparison for all tests."""
+    return compare_routers(ZIPF, ROUTERS, [2, 3], blocks=100)
+
+
+def test_a_row_is_a_simulation(comparison):
+    """With the numbers of `simulate_cluster`, in the order asked for."""
+    order = [(row.replicas, row.router) for row in comparison.rows]
+    assert order == [(n, router) for n in (2, 3) for router in ROUTERS.split(",")]
+    for row in comparison.rows:
+        options = {"replicas": row.replicas, "router": row.router, "blocks": 100}
+        result = kvcore.simulate_cluster(ZIPF, **options)
+        assert row.hit_ratio == result.hit_ratio.token
+        assert (row.ttft_mean_s, row.ttft_p99_s) == (result.ttft.mean, result.ttft.p99)
+        assert row.goodput == result.goodput
+        assert row.imbalance_busy == result.summary()["imbalance"]["busy"]["most"]
+
+
+def test_one_cache_has_the_memory_of_all_replicas(comparison):
+    """The same eviction hits what a serial replay in so many blocks hits."""
+    for shared, replicas in zip(comparison.shared, (2, 3), strict=True):
+        assert (shared.replicas, shared.blocks) == (replicas, 100 * replicas)
+        replayed = compare(ZIPF, "lru", 100 * replicas, block_size=16, accounting="tokens")
+        assert shared.hit_ratio == replayed.rows[0].hit_ratio["token"]
+
+
+def test_shares_are_of_the_optimum_of_one_cache(comparison):
+    """Which hits at least what any eviction does there."""
+    most = {shared.replicas: shared.optimum for shared in comparison.shared}
+    for shared in comparison.shared:
+        assert shared.optimum >= shared.hit_ratio > 0
+    for row in comparison.rows:
+        assert row.share_of_optimum == row.hit_ratio / most[row.replicas]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "hits"),
+    [
+        (6, 3),  # all is kept, and the last token of a prompt is always computed
+        (5, 3),
+        (2, 0),  # the second prompt takes all there is
+        (3, 1),
+    ],
+)
+def test_the_optimum_of_a_small_workload(blocks, hits, tmp_path):
+    """By hand: blocks that are kept over the second request."""
+    path = tmp_path / "requests.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 512 * len(keys), "output_length": 1, "hash_ids": keys}
+        for keys in ([1, 2, 3, 4], [5, 6], [1, 2, 3, 4])
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = compare_routers(path, "round-robin", 1, blocks=blocks, block_size=512)
+    (shared,) = found.shared
+    assert shared.optimum == pytest.approx(hits / 10)
+
+
+def test_there_is_no_optimum_where_belady_is_no_bound():
+    """Where sequences forget, or nothing is shared by prefix."""
+    for options in ({"retention": "window:tokens=64"}, {"prefix": "none"}):
+        found = compare_routers(ZIPF, "round-robin", 2, blocks=100, **options)
+        assert (found.shared[0].optimum, found.rows[0].share_of_optimum) == (None, None)
+
+
+def test_unlike_replicas_are_one_cluster():
+    """A list of tables; the one cache has the memory of all."""
+    fleet = [{"count": 2, "blocks": 50}, {"blocks": 90, "device": "h200"}]
+    found = compare_routers(ZIPF, "round-robin", fleet)
+    assert [row.replicas for row in found.rows] == ["2 x blocks=50 + 1 x blocks=90,device=h200"]
+    assert found.shared[0].blocks == 190
+
+
+def test_a_router_of_ones_own_is_compared():
+    """As a class, which this process runs."""
+    found = compare_routers(ZIPF, [First, "round-robin"], 3, blocks=100)
+    assert found.rows[0].imbalance_requests == 3
+    assert found.rows[0].router == "first"
+
+
+def test_processes_find_the_same(comparison):
+    """Wherever simulations run."""
+    assert (
+        compare_routers(ZIPF, ROUTERS, [2, 3], blocks=100, executor=Processes(2)) == comparison
+    )
+
+
+def test_a_router_that_fails_is_told():
+    """With what it raised."""
+    with pytest.raises(PluginError, match=r"with router broken failed: .*ValueError"):
+        compare_routers(ZIPF, [Broken], 2, blocks=100)
+
+
+def test_what_cannot_be_compared_is_refused():
+    """Before anything runs."""
+    with pytest.raises(InputError, match="router: the list is empty"):
+        compare_routers(ZIPF, [], 2)
+    with pytest.raises(InputError, match="replicas: 0 is out of range"):
+        compare_routers(ZIPF, ROUTERS, 0)
+
+
+def test_the_report_has_the_best_router_first(comparison):
+    """By goodput, for each cluster, with one cache below."""
+    report = RoutersReport(comparison)
+    assert report.headers[:2] == ["replicas", "router"]
+    names = [row[1] for row in report.rows]
+    assert set(names[:2]) == set(ROUTERS.split(","))
+    assert names[2:4] == names[6:] == [SHARED, OPTIMUM]
+    goodput = {row.router: row.goodput for row in comparison.rows if row.replicas == 2}
+    assert goodput[names[0]] >= goodput[names[1]]
+    assert "on 2 or 3 replicas of 4 x h100 with " in report.headline
+
+
+def test_the_chart_is_over_replicas(comparison):
+    """A line a router, and those of one cache where hits are."""
+    hits, times, busy = RoutersReport(comparison).chart().panels
+    assert [*hits.lines] == [*ROUTERS.split(","), SHARED, OPTIMUM]
+    assert [*times.lines] == [*busy.lines] == ROUTERS.split(",")
+    assert [at for at, _ in hits.lines[SHARED]] == [2, 3]
+
+
+def test_a_frame_has_the_rows(comparison):
+    """With the columns of a row."""
+    pytest.importorskip("polars")
+    frame = comparison.to_frame()
+    assert frame["hit_ratio"].to_list() == [row.hit_ratio for row in comparison.rows]

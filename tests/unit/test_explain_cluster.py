@@ -1,0 +1,164 @@
+"""Why requests missed on a cluster: as on one server, and what another replica had."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.clusters import ZIPF, record_cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcore
+from kvcore.analysis import explain
+from kvcore.analysis.cluster_misses import Holders
+from kvcore.report.misses import RequestReport
+from kvcore.trace import ServerReader, read_events
+from kvcore.trace.check import check_event
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Return the trace of a cluster, of which one replica fails and returns."""
+    return record_cluster(tmp_path_factory.mktemp("cluster") / "trace.jsonl")
+
+
+def test_every_missed_token_has_one_reason(path):
+    """Of each request, hit and losses are its prompt; the summary adds them up."""
+    found = explain(path)
+    for reasons in found.requests.values():
+        assert reasons.hit + sum(loss.tokens for loss in reasons.losses) == reasons.tokens
+        at = reasons.hit
+        for loss in reasons.losses:
+            assert loss.first == at
+            at = loss.end
+    summary = found.summary()
+    assert summary.admitted == 30
+    assert sum(lost.tokens for lost in summary.categories.values()) == summary.missed_tokens
+
+
+def test_a_request_is_explained_by_the_replica_that_served_it_last(path):
+    """Requests in their order of arrival, each with the replica of its last ROUTE."""
+    routed, came = {}, {}
+    for event in read_events(path):
+        if event.event == "ROUTE":
+            routed[event.request] = event.replica
+        elif event.event == "REQUEST":
+            came[event.id] = event.t
+    found = explain(path).requests
+    assert {name: each.replica for name, each in found.items()} == routed
+    assert [*found] == [*came]
+    assert {name: each.arrived for name, each in found.items()} == came
+
+
+def test_elsewhere_is_what_another_cache_held_at_that_time(path):
+    """What was lost to the router is what the fullest other replica held, beyond the hit.
+
+    The caches are rebuilt by the check of each line, and searched key by key.
+    """
+    checker, best = None, {}
+    reader = read_events(path)
+    for event in reader:
+        if event.event == "ROUTE":
+            prompt = next(each for each in checker._placed.requests.values()
+                          if each.id == event.request)  # fmt: skip
+            best[event.request] = max(
+                each.life.cached_tokens(prompt)
+                for number, each in enumerate(checker.replicas)
+                if number != event.replica
+            )
+        checker = check_event(reader, checker, event)
+    lost = 0
+    for name, reasons in explain(path).requests.items():
+        elsewhere = [loss for loss in reasons.losses if loss.category == "elsewhere"]
+        assert sum(loss.tokens for loss in elsewhere) == max(0, best[name] - reasons.hit)
+        for loss in elsewhere:
+            assert loss.replica not in (None, reasons.replica)
+            assert (loss.first, loss.eviction, loss.place) == (reasons.hit, None, None)
+        lost += len(elsewhere)
+    assert lost
+
+
+def test_a_single_replica_loses_nothing_elsewhere(tmp_path):
+    """With one replica there is no other, and the reasons are those of a server."""
+    path, one = tmp_path / "cluster.jsonl", tmp_path / "one.jsonl"
+    record_cluster(path, replicas=[{"count": 1}], fail=())
+    kvcore.simulate(ZIPF, blocks=20, tensor_parallel=1, trace=one)
+    cluster, server = explain(path).summary().as_dict(), explain(one).summary().as_dict()
+    assert cluster["lost"].pop("elsewhere")["tokens"] == 0
+    assert cluster == server
+
+
+def test_one_replica_is_explained_as_a_server(path):
+    """`replica=` explains the requests that went there, without the reason of clusters."""
+    whole, part = explain(path), explain(path, replica=0)
+    assert part.requests.keys() == {
+        event.id for event in ServerReader(path, 0) if event.event == "REQUEST"
+    }
+    assert "elsewhere" not in part.categories
+    for name, reasons in part.requests.items():
+        if whole.requests[name].replica == 0:
+            assert reasons.hit == whole.requests[name].hit
+
+
+def test_the_documents_name_the_replica(path):
+    """As JSON and in words, a request has its replica, and a loss the one that had it."""
+    found = explain(path)
+    reasons = next(
+        each
+        for each in found.requests.values()
+        if any(loss.category == "elsewhere" for loss in each.losses)
+    )
+    document = found.request_dict(reasons)
+    (loss,) = [each for each in document["losses"] if each["category"] == "elsewhere"]
+    assert document["replica"] != loss["replica"]
+    told = str(RequestReport(found, reasons))
+    assert f"of replica {document['replica']}" in told
+    assert f"Replica {loss['replica']} had them" in told
+
+
+def test_refused_requests_are_told(tmp_path):
+    """What the router turned away is rejected, without a replica."""
+    fail = [f"replica={number},at=0.2" for number in range(3)]
+    found = explain(record_cluster(tmp_path / "trace.jsonl", fail=fail))
+    refused = [each for each in found.requests.values() if each.state == "rejected"]
+    assert refused
+    assert {each.replica for each in refused} <= {None, 0, 1, 2}
+    assert {each.rejected for each in refused} == {"all replicas have failed"}
+
+
+PROMPTS = [(0, 1, 2, 3), (0, 1, 4), (0, 5, 6), (7, 8)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(PROMPTS), st.integers(0, 8))),
+    st.sampled_from((1, 2)),
+)
+@settings(max_examples=60)
+def test_holders_find_what_the_fullest_other_has(calls, ratio):
+    """Blocks stored, removed and lost are found as by a search of each replica's own."""
+    holders, held = Holders(ratio), [{}, {}, {}]
+    for replica, keys, to in calls:
+        mine = held[replica]
+        has = sum(mine.get(key, 0) for key in keys)
+        end = min(to, len(keys) * ratio)
+        if end > has:
+            holders.store(replica, keys, has, end)
+        elif any(  # what others continue cannot leave before them
+            mine.get(key) for other in PROMPTS if other != keys
+            for key in other if key not in keys and other[0] == keys[0]
+        ):  # fmt: skip
+            holders.lose(replica)
+            mine.clear()
+            end = 0
+        elif end < has:
+            holders.remove(replica, keys, end, has)
+        for place, key in enumerate(keys):
+            mine[key] = max(0, min(ratio, end - place * ratio))
+        for me in range(3):
+            for prompt in PROMPTS:
+                best = max(
+                    (sum(held[n].get(key, 0) for key in prompt), -n)
+                    for n in range(3)
+                    if n != me
+                )
+                expected = (best[0], -best[1]) if best[0] else (0, None)
+                assert holders.find(prompt, me) == expected

@@ -1,0 +1,744 @@
+"""The proxy: where requests go, what clients and servers may do, and what it tells of it."""
+
+# ruff: noqa: ARG001 - a scene has all parts
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+from io import BytesIO
+
+import pytest
+from helpers.upstreams import Upstream, prompt, routed, until
+
+from kvcore import Request
+from kvcore.cluster import Router
+from kvcore.errors import InputError
+from kvcore.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Publisher,
+    encode,
+)
+from kvcore.online.prompts import Call
+from kvcore.online.proxy import EventStream
+from kvcore.online.route_config import RouteConfig
+from kvcore.online.traffic import Flight
+from kvcore.trace import TraceWorkload, read_events
+
+pytest.importorskip("aiohttp", reason="needs aiohttp")
+
+COMPLETIONS = "/v1/completions"
+
+
+class Hits(Router):
+    """Sends a request where most of its prompt is thought to be."""
+
+    name = "hits"
+
+    def cost(self, request, replica):
+        """Return the negative number of tokens."""
+        return -replica.hit_tokens
+
+
+class Failing(Router):
+    """Fails."""
+
+    name = "failing"
+
+    def cost(self, request, replica):
+        """Raise."""
+        raise ZeroDivisionError
+
+
+class Refusing(Router):
+    """Turns all requests away."""
+
+    name = "refusing"
+
+    def route(self, request, replicas, now):
+        """Return None."""
+        return
+
+
+def play(scene, count=2, **options):
+    """Run a scene with a proxy, its servers and a client; return what it returns."""
+
+    async def run():
+        async with asyncio.timeout(30), routed(count, **options) as parts:
+            return await scene(*parts)
+
+    return asyncio.run(run())
+
+
+async def ask(client, *, path=COMPLETIONS, headers=None, **more):
+    """Return status, headers and text of an answer."""
+    async with client.post(path, json=prompt(**more), headers=headers) as answer:
+        return answer.status, answer.headers, await answer.text()
+
+
+async def raw(proxy, data):
+    """Send bytes; return all that comes back until the proxy ends the connection."""
+    host, port = proxy.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    answer = b""
+    with suppress(ConnectionError):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def events(text):
+    """Return the documents of a stream."""
+    return [json.loads(data) for data in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]
+
+
+def sample(proxy, name, **labels):
+    """Return the value of a metric."""
+    line = re.compile(rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", re.MULTILINE)
+    found = line.findall(proxy.fleet.metrics.text().decode())
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    return sum(float(value) for about, value in found if wanted <= set(about.split(",")))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_an_answer_is_passed_on_with_the_name_of_its_server(path):
+    """Its status, its type and its body are those of the server."""
+
+    async def scene(proxy, servers, client):
+        body = {"messages": [{"role": "user", "content": "hello"}]}
+        status, headers, text = await ask(client, path=path, **body)
+        assert (status, json.loads(text)["choices"][0]["text"]) == (200, "one two three")
+        assert headers["x-kvcore-replica"] == servers[0].url.removeprefix("http://")
+        assert headers["content-type"].startswith("application/json")
+        assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+        assert sample(proxy, "cached_tokens_total") == 32
+
+    play(scene)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_stream_is_passed_on_as_it_is(traced, tmp_path):
+    """Also if the proxy has asked for its usage, which the client did not."""
+
+    async def scene(proxy, servers, client):
+        _, headers, text = await ask(client, stream=True)
+        assert headers["content-type"] == "text/event-stream"
+        assert [each["choices"][0]["text"] for each in events(text)] == ["one", "two", "three"]
+        assert text.endswith("data: [DONE]\n\n")
+        asked = servers[0].calls[0].get("stream_options")
+        assert asked == ({"include_usage": True} if traced else None)
+        _, _, text = await ask(client, stream=True, stream_options={"include_usage": True})
+        assert events(text)[-1]["usage"]["completion_tokens"] == 3
+
+    play(scene, **({"trace": tmp_path / "day.jsonl"} if traced else {}))
+
+
+@pytest.mark.parametrize("more", [{}, {"prefixes": "tokens", "key_tokens": 4}])
+def test_a_prefix_goes_to_the_server_that_has_it(more):
+    """By blocks of text, or by the tokens that a server is asked for."""
+    texts = [letter * 64 for letter in "abcd"]
+
+    async def scene(proxy, servers, client):
+        where = {}
+        for text in texts:
+            _, headers, _ = await ask(client, prompt=text)
+            where[text] = headers["x-kvcore-replica"]
+        assert len(set(where.values())) == 2
+        for text in reversed(texts):
+            _, headers, _ = await ask(client, prompt=text + " and more")
+            assert headers["x-kvcore-replica"] == where[text]
+        assert sample(proxy, "hit_tokens_total") == 4 * (64 if more else 16)
+
+    play(scene, router=Hits(), **more)
+
+
+@pytest.mark.parametrize("script", ["die", "busy", "nonsense"])
+def test_what_has_not_begun_is_served_by_another(script):
+    """A server that dies, has no room, or answers with something else than JSON."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = script
+        status, headers, _ = await ask(client)
+        assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+        assert [len(each.calls) for each in servers] == [1, 1]
+        assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
+        assert sample(proxy, "in_flight") == 0
+
+    play(scene)
+
+
+def test_a_stream_that_has_begun_ends_with_an_error_event():
+    """It is not sent again, half an event is not passed on, and the rest is."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "break"
+        status, _, text = await ask(client, stream=True)
+        *words, error = events(text)
+        assert (status, [each["choices"][0]["text"] for each in words]) == (200, ["one", "two"])
+        assert error["error"]["code"] == 503
+        assert "[DONE]" not in text
+        assert not servers[1].calls
+
+    play(scene)
+
+
+def test_an_error_of_the_request_is_passed_on():
+    """It would be the same elsewhere."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "fail"
+        status, _, text = await ask(client)
+        assert (status, json.loads(text)["error"]["message"]) == (500, "fail")
+        assert not servers[1].calls
+
+    play(scene)
+
+
+def test_without_a_server_requests_are_refused():
+    """With 503 and an error as the API has them; the proxy is not healthy."""
+
+    async def scene(proxy, servers, client):
+        for each in servers:
+            await each.stop()
+        await until(lambda: not proxy.fleet.dispatcher.up)
+        status, headers, text = await ask(client)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(text)["error"]["type"] == "server_error"
+        for path in ("/health", "/v1/models"):
+            async with client.get(path) as answer:
+                assert answer.status == 503
+
+    play(scene)
+
+
+def test_a_server_that_is_back_is_used_again():
+    """At the same address, after it was down; what it had cached is forgotten."""
+
+    async def scene(proxy, servers, client):
+        (server,) = servers
+        await ask(client, prompt="x" * 640)
+        await server.stop()
+        await until(lambda: not proxy.fleet.dispatcher.up)
+        assert sample(proxy, "up") == 0
+        await server.start()
+        await until(lambda: proxy.fleet.dispatcher.up)
+        status, _, _ = await ask(client, prompt="x" * 640)
+        assert status == 200
+        assert sample(proxy, "hit_tokens_total") == 0
+
+    play(scene, count=1, router=Hits())
+
+
+def test_some_failures_in_a_row_make_a_server_down():
+    """Fewer do not; the router sees how full it is."""
+
+    async def scene(proxy, servers, client):
+        replica = proxy.fleet.servers[0].replica
+        assert replica.usage == 0.25
+        servers[0].healthy = False
+        await until(lambda: proxy.fleet.servers[0].failures == 2)
+        assert replica.up
+        await until(lambda: not replica.up)
+        servers[0].healthy = True
+        await until(lambda: replica.up)
+
+    play(scene, failures=3)
+
+
+def test_a_request_that_waits_at_a_lost_server_goes_elsewhere():
+    """As soon as that is down: it does not wait for its time-out."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "wait"
+        asked = asyncio.create_task(ask(client))
+        await until(lambda: servers[0].calls)
+        servers[0].healthy = False
+        status, headers, _ = await asked
+        assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+        assert [each.replica.requests for each in proxy.fleet.servers] == [0, 0]
+
+    play(scene)
+
+
+def test_a_server_that_does_not_answer_in_time_is_left():
+    """Another one answers; with none, the client gets 503."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "wait"
+        assert (await ask(client))[0] == 200
+        servers[1].script = "wait"
+        assert (await ask(client))[0] == 503
+        await until(lambda: servers[0].left == 2)
+
+    play(scene, first_byte_timeout=0.1)
+
+
+def test_a_stream_that_pauses_for_too_long_ends():
+    """With an error event."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "pause"
+        _, _, text = await ask(client, stream=True)
+        assert "error" in events(text)[-1]
+        await until(lambda: servers[0].left == 1)
+
+    play(scene, between_timeout=0.1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request(stream):
+    """The server is told, and nothing counts as in flight any more."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "pause" if stream else "wait"
+        asked = asyncio.create_task(ask(client, stream=stream))
+        await until(lambda: servers[0].calls)
+        asked.cancel()
+        await until(lambda: servers[0].left == 1)
+        await until(lambda: sample(proxy, "in_flight") == 0)
+        assert proxy.fleet.servers[0].replica.requests == 0
+        await until(lambda: sample(proxy, "requests_total", status="499") == 1)
+
+    play(scene)
+
+
+def test_a_client_that_does_not_read_is_left():
+    """The server is not read faster than the client reads, so memory is bounded."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "flood"
+        body = json.dumps(prompt(stream=True)).encode()
+        host, port = proxy.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(http_request(body))
+        await until(lambda: servers[0].left == 1)
+        assert servers[0].flooded < 50_000_000
+        assert sample(proxy, "in_flight") == 0
+        writer.transport.abort()
+        del reader
+
+    play(scene, client_timeout=0.3)
+
+
+def http_request(body, *headers):
+    """Return a request as bytes."""
+    lines = [
+        f"POST {COMPLETIONS} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def test_a_client_that_sends_slowly_is_left():
+    """Its body, or its headers."""
+
+    async def scene(proxy, servers, client):
+        whole = http_request(json.dumps(prompt()).encode())
+        answer = await raw(proxy, whole[:-5])
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert await raw(proxy, whole[:40]) in (b"", answer)
+        assert not servers[0].calls
+
+    play(scene, client_timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, b"{nonsense", "application/json"),
+        (400, b"[1]", "application/json"),
+        (400, b'{"messages": []}', "application/json"),
+        (400, b'{"prompt": "\xff"}', "application/json"),
+        (400, b"[" * 100_000, "application/json"),
+        (413, b" " * 600_000, "application/json"),
+        (415, b"{}", "text/plain"),
+    ],
+)
+def test_a_request_that_is_none_is_refused(status, body, kind):
+    """Before a server hears of it, with an error as the API has them."""
+
+    async def scene(proxy, servers, client):
+        async with client.post(
+            COMPLETIONS, data=body, headers={"Content-Type": kind}
+        ) as answer:
+            assert answer.status == status
+            assert (await answer.json())["error"]["type"] == "invalid_request_error"
+        assert not servers[0].calls
+
+    play(scene, count=1, body="500kB")
+
+
+def test_a_large_request_is_passed_on():
+    """As long as it is not above the limit."""
+
+    async def scene(proxy, servers, client):
+        body = BytesIO(json.dumps(prompt(["x" * 900_000, "y" * 900_000])).encode())
+        kind = {"Content-Type": "application/json"}
+        async with client.post(COMPLETIONS, data=body, headers=kind) as answer:
+            assert answer.status == 200
+        assert len(servers[0].calls[0]["prompt"][1]) == 900_000
+
+    play(scene, count=1)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ["X-Huge: " + "x" * 100_000],
+        [f"X-{number}: x" for number in range(1_000)],
+        ["Transfer-Encoding: chunked"],
+        ["Content-Length: 3"],
+        ["Bad Header: x"],
+        ["X-Fold: a\r\n b\x00"],
+    ],
+)
+def test_headers_that_are_wrong_are_refused(headers):
+    """Too long, too many, or such that two servers could read them differently."""
+
+    async def scene(proxy, servers, client):
+        answer = await raw(proxy, http_request(json.dumps(prompt()).encode(), *headers))
+        assert answer[9:12] == b"400"
+        assert not servers[0].calls
+
+    play(scene, count=1)
+
+
+def test_headers_of_the_connection_end_at_the_proxy():
+    """A server gets those that the API has, and no cookies."""
+
+    async def scene(proxy, servers, client):
+        sent = {
+            "Authorization": "Bearer key",
+            "X-Request-Id": "7",
+            "Connection": "x-secret, keep-alive",
+            "X-Secret": "1",
+            "Cookie": "a=b",
+            "Proxy-Authorization": "x",
+            "X-Forwarded-For": "10.0.0.1",
+        }
+        await ask(client, headers=sent)
+        (got,) = servers[0].headers
+        assert (got["authorization"], got["x-request-id"]) == ("Bearer key", "7")
+        assert not {"x-secret", "cookie", "proxy-authorization", "x-forwarded-for"} & {
+            name.lower() for name in got
+        }
+
+    play(scene, count=1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["GET http://example.com/ HTTP/1.1", "GET /tokenize HTTP/1.1", "CONNECT a:1 HTTP/1.1"],
+)
+def test_nothing_else_is_passed_on(line):
+    """Neither other paths nor other hosts."""
+
+    async def scene(proxy, servers, client):
+        answer = await raw(
+            proxy, f"{line}\r\nHost: example.com\r\nConnection: close\r\n\r\n".encode()
+        )
+        assert answer[9:12] in (b"404", b"400", b"405")
+
+    play(scene, count=1)
+
+
+def test_above_the_limit_requests_are_refused():
+    """With 503, at once; below it they are served again."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "wait"
+        asked = asyncio.create_task(ask(client))
+        await until(lambda: servers[0].calls)
+        assert (await ask(client))[0] == 503
+        servers[0].gate.set()
+        assert (await asked)[0] == 200
+        assert (await ask(client))[0] == 200
+
+    play(scene, count=1, concurrency=1)
+
+
+def test_above_the_limit_connections_are_closed():
+    """Before anything of them is read."""
+
+    async def scene(proxy, servers, client):
+        assert (await ask(client))[0] == 200  # its connection stays open
+        assert await raw(proxy, http_request(b"{}")) == b""
+
+    play(scene, count=1, connections=1)
+
+
+@pytest.mark.parametrize(("router", "status"), [(Failing(), 500), (Refusing(), 503)])
+def test_a_router_may_fail_or_refuse(router, status):
+    """Its client is told; the proxy goes on."""
+
+    async def scene(proxy, servers, client):
+        assert (await ask(client))[0] == status
+        assert (await ask(client))[0] == status
+
+    play(scene, router=router)
+
+
+def test_the_trace_has_requests_and_routes(tmp_path):
+    """In order of arrival, with the lengths that servers counted; it can be run again."""
+    path = tmp_path / "day.jsonl.gz"
+
+    async def scene(proxy, servers, client):
+        servers[1].script = "die"
+        servers[0].script = "wait"
+        first = asyncio.create_task(ask(client, prompt="a" * 640))
+        await until(lambda: servers[0].calls)
+        second = asyncio.create_task(ask(client, headers={"x-session-id": "s"}, stream=True))
+        await until(lambda: len(servers[0].calls) == 2)
+        servers[0].gate.set()
+        await asyncio.gather(first, second)
+        return [each.url for each in servers]
+
+    play(scene, trace=path)
+    found = list(read_events(path))
+    assert [each.event for each in found] == [
+        *("HEADER", "REQUEST", "ROUTE", "REQUEST", "ROUTE", "ROUTE", "END")
+    ]
+    routes = [each.replica for each in found if each.event == "ROUTE"]
+    assert routes == [0, 1, 0]
+    first, second = TraceWorkload(path)
+    assert (first.prompt_tokens, first.output_tokens, len(first.keys)) == (40, 3, 2)
+    assert (second.prompt_tokens, second.output_tokens, second.session) == (40, 3, "s")
+
+
+def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
+    """Up to the last second: all that has ended, and before which nothing is in flight."""
+    path = tmp_path / "day.jsonl.gz"
+
+    async def scene(proxy, servers, client):
+        await ask(client)
+        proxy.fleet.log.sync(proxy.fleet.now())
+        proxy.fleet.log._file._sink._wait()
+        (part,) = tmp_path.iterdir()
+        copy = tmp_path / "copy.gz"
+        copy.write_bytes(part.read_bytes())
+        assert [each.event for each in read_events(copy)] == ["HEADER", "REQUEST", "ROUTE"]
+
+    play(scene, trace=path)
+
+
+def test_a_refused_request_is_in_the_trace(tmp_path):
+    """It is part of the day; what it asked for at most stands for its output."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        assert (await ask(client, max_tokens=7))[0] == 503
+
+    play(scene, router=Refusing(), trace=path)
+    assert [each.event for each in read_events(path)] == ["HEADER", "REQUEST", "REJECT", "END"]
+    assert [each.output_tokens for each in TraceWorkload(path)] == [7]
+
+
+def test_what_a_server_refuses_is_not_in_the_trace(tmp_path):
+    """It was no request that could be served."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "fail"
+        assert (await ask(client))[0] == 500
+        servers[0].script = "answer"
+        assert (await ask(client))[0] == 200
+
+    play(scene, count=1, trace=tmp_path / "day.jsonl")
+    assert [each.id for each in TraceWorkload(tmp_path / "day.jsonl")] == [1]
+
+
+def test_a_stream_is_cut_into_whole_events():
+    """However the bytes come."""
+    data = (
+        b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"usage": {"prompt_tokens": 5}}\n\n'
+    )
+    flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
+    for size in range(1, len(data)):
+        stream = EventStream(flight, counted=True)
+        parts = [stream.feed(data[at : at + size]) for at in range(0, len(data), size)]
+        assert b"".join(parts) == data
+        assert all(part.endswith(b"\n") for part in parts if part)
+        assert flight.prompt == 5
+
+
+def test_prompts_with_the_same_beginning_have_the_same_first_keys():
+    """Of chats whose messages grow, and unless model or salt differ."""
+
+    def keys(*texts, **more):
+        messages = [{"role": "user", "content": text} for text in texts]
+        body = json.dumps({"messages": messages, **more}).encode()
+        call = Call.read("/v1/chat/completions", body)
+        return call.request(0, 0, None, tokens=None, key_tokens=16, key_chars=64).keys
+
+    short, long = keys("x" * 200), keys("x" * 200, "y" * 200)
+    assert len(short) < len(long)
+    assert long[: len(short)] == short
+    assert not set(short) & set(keys("x" * 200, model="other"))
+    assert not set(short) & set(keys("x" * 200, cache_salt="mine"))
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("rooter = 'x'", "did you mean 'router'"),
+        (
+            "[[replicas]]\nurl = 'http://a'\nkv_event = 'x'",
+            r"replicas\[0\]: there is no option",
+        ),
+        ("[[replicas]]\nurl = 'ftp://a'", "expected one such as"),
+        ("[[replicas]]\nname = 'a'", "expected one such as"),
+        ("[[replicas]]\nurl = 'http://a'\nblocks = 0", "blocks of http://a must be above 0"),
+        ("replicas = 3", "expected tables"),
+        ("replicas = [3]", "expected a table"),
+        ("", "0 servers"),
+        ("replicas = ['http://a', 'http://a']", "two are called 'a'"),
+        ("replicas = ['http://a']\nview = 'events'", "need the address kv_events"),
+        ("replicas = ['http://a']\nfailures = 0", "too small"),
+        ("replicas = ['http://a']\nclient_timeout = 0", "client_timeout: "),
+        ("replicas = ['http://a']\nport = 'x'", "port: "),
+        ("replicas = [", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused(text, wrong, tmp_path):
+    """With its name, the key, and the nearest one."""
+    path = tmp_path / "replicas.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=wrong) as caught:
+        RouteConfig.from_toml(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_gives_servers_and_options(tmp_path):
+    """Options of the command line win; the trace lies beside the file."""
+    path = tmp_path / "replicas.toml"
+    path.write_text(
+        "router = 'least-requests'\nbody = '1MiB'\ntrace = 'day.jsonl'\n"
+        "[[replicas]]\nurl = 'http://127.0.0.1:8001/v1/'\nname = 'left'\n"
+    )
+    config = RouteConfig.from_toml(path, port=1)
+    assert (config.port, config.body, config.trace) == (1, 1 << 20, tmp_path / "day.jsonl")
+    assert (config.replicas[0].url, config.replicas[0].name) == (
+        "http://127.0.0.1:8001",
+        "left",
+    )
+
+
+def test_the_port_may_be_taken():
+    """Which is an error that says so."""
+
+    async def scene(proxy, servers, client):
+        port = int(proxy.url.rpartition(":")[2])
+        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1"):
+            async with routed(1, port=port):
+                pass
+
+    play(scene, count=1)
+
+
+def test_the_client_is_that_of_openai():
+    """Its answers and its errors are what it expects."""
+    openai = pytest.importorskip("openai", reason="needs openai")
+
+    async def scene(proxy, servers, client):
+        async with openai.AsyncOpenAI(
+            base_url=f"{proxy.url}/v1", api_key="none", max_retries=0
+        ) as user:
+            answer = await user.completions.create(model="tiny", prompt="a")
+            assert answer.choices[0].text == "one two three"
+            assert [each.id async for each in user.models.list()] == ["tiny"]
+            servers[1].script = "break"
+            stream = await user.completions.create(model="tiny", prompt="a", stream=True)
+            with pytest.raises(openai.APIError, match="ended within its answer"):
+                [each async for each in stream]
+            for each in servers:
+                each.script = "die"
+            with pytest.raises(openai.InternalServerError):
+                await user.completions.create(model="tiny", prompt="a")
+
+    play(scene)
+
+
+def test_events_of_servers_say_where_a_prefix_is():
+    """As soon as they come: what is stored, what has left, and what goes with its server."""
+    pytest.importorskip("zmq", reason="needs pyzmq")
+    tokens = [ord(letter) for letter in "abcdefgh"]
+    stored = BlockStored(hashes=(1, 2), tokens=tuple(tokens), block_size=4, medium="GPU")
+    later = BlockStored(hashes=(3,), parent=2, tokens=(105,) * 4, block_size=4, medium="GPU")
+    salted = BlockStored(hashes=(7,), tokens=(120,) * 4, block_size=4, extra_keys=(["s"],))
+
+    async def scene(proxy, servers, client):
+        def found(text):
+            call = Call.read(COMPLETIONS, json.dumps({"prompt": text}).encode())
+            codes = [ord(letter) for letter in text]
+            request = call.request(0, 0, None, tokens=codes, key_tokens=4, key_chars=64)
+            return dict(view.find(request, proxy.fleet.now()))
+
+        view = proxy.fleet.dispatcher.view
+        for each in publishers:
+            assert await asyncio.to_thread(each.wait_for, 1, 10)
+        tell(publishers[1], stored, salted)
+        tell(publishers[1], later)
+        await until(lambda: found("abcdefghiiii") == {1: 12})
+        assert found("xxxx") == {}
+        for _ in range(2):
+            _, headers, _ = await ask(client, prompt="abcdefghiiii")
+            assert headers["x-kvcore-replica"] == servers[1].url[7:]
+        tell(publishers[1], BlockRemoved(hashes=(3, 2), medium="GPU"))
+        await until(lambda: found("abcdefghiiii") == {1: 4})
+        tell(publishers[0], stored)
+        await until(lambda: found("abcdefghiiii") == {0: 8, 1: 4})
+        tell(publishers[0], AllBlocksCleared())
+        await until(lambda: found("abcdefghiiii") == {1: 4})
+        servers[1].healthy = False
+        await until(lambda: found("abcdefghiiii") == {})
+
+    async def run():
+        servers = [await Upstream().start() for _ in publishers]
+        tables = [
+            {"url": server.url, "kv_events": publisher.address, "block_size": 4}
+            for server, publisher in zip(servers, publishers, strict=True)
+        ]
+        async with routed(
+            servers, replicas=tables, view="events", key_tokens=4, router=Hits()
+        ) as parts:
+            await scene(*parts)
+
+    with Publisher("tcp://127.0.0.1:*") as left, Publisher("tcp://127.0.0.1:*") as right:
+        publishers = [left, right]
+        asyncio.run(run())
+
+
+def tell(publisher, *events):
+    """Publish events in a batch."""
+    publisher.publish(encode(EventBatch(ts=1.0, events=events)))
+
+
+def test_a_server_of_kvcore_tells_what_it_has():
+    """Its tokens, its events, and the keys that the proxy makes of both fit one another."""
+    pytest.importorskip("torch", reason="needs torch")
+    from helpers.online import free_port, serving  # noqa: PLC0415 - imports torch
+
+    from kvcore.online.server import ServeConfig  # noqa: PLC0415 - as above
+
+    live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+
+    async def run(url):
+        table = {"url": url, "kv_events": live, "kv_replay": replay}
+        text = " ".join(map(str, range(40)))
+        async with routed([], replicas=[table], view="events", router=Hits()) as parts:
+            proxy, _, client = parts
+            async with asyncio.timeout(30):
+                while sample(proxy, "hit_tokens_total") < 32:
+                    _, _, answer = await ask(client, prompt=text)
+                    assert json.loads(answer)["usage"]["prompt_tokens"] == 40
+            assert json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+
+    config = ServeConfig(port=0, name="tiny", grace=2, kv_events=live, kv_replay=replay)
+    with serving(config) as server:
+        asyncio.run(run(server.url))

@@ -1,0 +1,316 @@
+# ruff: noqa: E402 - what is missing skips the module first
+"""`kvcore serve`: an OpenAI client gets what `kvcore run` computes, and nobody harms it."""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
+openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
+zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
+
+from helpers.online import SMALL, ServerProcess, free_port, serving
+
+import kvcore
+from kvcore import Span
+from kvcore.kv_events import decode
+from kvcore.kv_events.model import BlockRemoved, BlockStored
+from kvcore.online.server import ServeConfig, Text
+from kvcore.trace import replay
+
+PROMPT = " ".join(f"word{place}" for place in range(40))
+
+
+CLIENTS = {}
+
+
+def client(server):
+    """Return the OpenAI client of a server."""
+    if server.url not in CLIENTS:
+        url = f"{server.url}/v1"
+        CLIENTS[server.url] = openai.OpenAI(base_url=url, api_key="-", max_retries=0)
+    return CLIENTS[server.url]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _closing():
+    """Close the connections of all clients in the end."""
+    yield
+    for each in CLIENTS.values():
+        each.close()
+
+
+def cached_keys(cache):
+    """Return the hashes of all blocks that are cached, as events have them."""
+    keys = [key for span in cache.tree.spans() for key in list(Span.keys(span))]
+    return {int.from_bytes(key[-8:], "big") for key in keys}
+
+
+def ask(server, path, body, headers=None):
+    """Send a request as it is; return status and document."""
+    host = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=30)
+    connection.request(
+        "POST", path, body, {"Content-Type": "application/json", **(headers or {})}
+    )
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, json.loads(data) if data.startswith(b"{") else data
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server for tests that leave it as it is."""
+    with serving() as made:
+        yield made
+
+
+def complete(server, prompt=PROMPT, tokens=8, **options):
+    """Return the text of a completion."""
+    answer = client(server).completions.create(
+        model="tiny", prompt=prompt, max_tokens=tokens, **options
+    )
+    return answer.choices[0].text
+
+
+def test_the_text_is_that_of_a_run(server):
+    """Greedy output over HTTP is what `kvcore run --prompt` computes."""
+    result = kvcore.run(prompts=[PROMPT], max_output=8, generator=SMALL, memory="4MiB")
+    assert complete(server) == " ".join(map(str, result.outputs[0]))
+
+
+def test_a_stream_is_the_text_in_parts(server):
+    """The parts of a streamed answer are the whole, with its usage at the end."""
+    parts = client(server).completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts = list(parts)
+    text = "".join(choice.text for part in parts for choice in part.choices)
+    assert text == complete(server)
+    assert parts[-1].usage.completion_tokens == 8
+    assert parts[-2].choices[0].finish_reason == "length"
+
+
+def test_chats(server):
+    """A chat is answered by the assistant, streamed or not alike."""
+    messages = [{"role": "user", "content": "how are you"}]
+    chats = client(server).chat.completions
+    whole = chats.create(model="tiny", messages=messages, max_tokens=5)
+    parts = chats.create(model="tiny", messages=messages, max_tokens=5, stream=True)
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content == text
+
+
+def test_prefixes_hit():
+    """The second request with a prompt finds its full blocks, and says so."""
+    with serving() as server:
+        usages = [
+            client(server).completions.create(model="tiny", prompt=PROMPT, max_tokens=2).usage
+            for _ in range(2)
+        ]
+    assert [each.prompt_tokens_details.cached_tokens for each in usages] == [0, 32]
+
+
+def test_many_at_once_are_as_one_after_the_other(server):
+    """Requests that share prefixes and run together have the texts of serial ones."""
+    prompts = [f"{PROMPT} and {number % 4}" for number in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda each: complete(server, each), prompts))
+    assert together == [complete(server, each) for each in prompts]
+
+
+def test_a_client_that_goes_away_is_let_go():
+    """Its sequence ends, its blocks are free or cached, and others are served."""
+    with serving() as server:
+        stream = client(server).completions.create(
+            model="tiny", prompt="a b", max_tokens=3000, stream=True
+        )
+        next(iter(stream))
+        stream.close()
+        assert complete(server, tokens=3)
+        loop = server.engine.loop
+        for _ in range(1000):
+            if not loop.open:
+                break
+            complete(server, "z", tokens=1)
+        assert not loop.open
+        assert loop.log.requests["cancelled"] == 1
+        assert not server.cache.sequences
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "what"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b"{}", 400, "prompt must be a text"),
+        (b'{"prompt": ""}', 400, "prompt must be a text"),
+        (b'{"prompt": [99999]}', 400, "some that the model lacks"),
+        (b'{"prompt": "a", "max_tokens": 0}', 400, "from 1 on"),
+        (b'{"prompt": "a", "max_tokens": 100000000}', 400, "do not fit"),
+        (b'{"prompt": "a", "n": 2}', 400, "n can be 1 alone"),
+        (b'{"prompt": "a", "temperature": 0.7}', 400, "temperature is 0.0"),
+        (b'{"prompt": "a", "model": "gpt"}', 404, "there is no model 'gpt'"),
+        (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', 413, ""),
+    ],
+)
+def test_what_cannot_be_served_is_refused(server, body, status, what):
+    """A wrong request gets the error that the API has, and no other is disturbed."""
+    answered, document = ask(server, "/v1/completions", body)
+    assert answered == status
+    assert what in document["error"]["message"]
+    assert document["error"]["code"] == status
+    assert complete(server, tokens=1)
+
+
+@pytest.mark.parametrize("messages", ["hi", [], [{"role": "user"}], [{"content": "x"}], [3]])
+def test_what_is_no_chat_is_refused(server, messages):
+    """Messages need a role and a text each."""
+    body = json.dumps({"messages": messages}).encode()
+    status, document = ask(server, "/v1/chat/completions", body)
+    assert status == 400
+    assert "message" in document["error"]["message"]
+
+
+def test_a_huge_header_is_refused(server):
+    """A header beyond the limit is not read to its end."""
+    status, _ = ask(server, "/v1/completions", b"{}", {"X-Long": "a" * 100_000})
+    assert status == 400
+
+
+def test_a_slow_client_is_not_waited_for():
+    """A body that does not come in time ends the request."""
+    with serving(ServeConfig(port=0, client_timeout=0.2)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as slow:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
+            slow.sendall(head.encode())
+            assert b"408" in slow.recv(4096)
+
+
+def test_too_many_requests_are_told_to_come_again():
+    """Beyond the limit the answer is 503, and when to try again."""
+    with serving(ServeConfig(port=0, requests=1)) as server:
+        stream = client(server).completions.create(
+            model="tiny", prompt="a", max_tokens=3000, stream=True
+        )
+        next(iter(stream))
+        with pytest.raises(openai.InternalServerError, match="try again") as caught:
+            complete(server)
+        assert caught.value.response.headers["retry-after"] == "1"
+        stream.close()
+
+
+def test_models_tokens_and_metrics(server):
+    """What routers and dashboards ask: the model, the tokens of a prompt, the counts."""
+    assert [model.id for model in client(server).models.list()] == ["tiny"]
+    status, document = ask(server, "/tokenize", json.dumps({"prompt": PROMPT}).encode())
+    assert (status, document["count"], len(document["tokens"])) == (200, 40, 40)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    assert "vllm:prefix_cache_hits_total" in text
+    assert 'kvcore:requests_total{model_name="tiny",end="finished"}' in text
+
+
+def test_events_say_what_is_cached():
+    """A subscriber that adds and removes blocks as told has those of the cache."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        serving(ServeConfig(port=0, kv_events=address), memory="64KiB") as server,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as socket_,
+    ):
+        socket_.connect(address)
+        socket_.subscribe(b"")
+        socket_.rcvtimeo = 30_000
+        held, tokens = set(), {}
+        # Until the subscription has come, nothing is heard.
+        number = 0
+        while not socket_.poll(200):
+            complete(server, f"start {number} " * 20, tokens=1)
+            number += 1
+        for number in range(12):
+            complete(server, f"{number} {PROMPT}", tokens=20)
+        while socket_.poll(500):
+            *_, payload = socket_.recv_multipart()
+            for event in decode(payload).events:
+                if isinstance(event, BlockStored):
+                    held |= set(event.hashes)
+                    assert len(event.tokens) == 16 * len(event.hashes)
+                    tokens.update(zip(event.hashes, event.tokens[::16], strict=True))
+                elif isinstance(event, BlockRemoved):
+                    held -= set(event.hashes)
+        cached = cached_keys(server.cache)
+        assert held <= cached
+        assert len(cached - held) <= 40  # stored before the subscription
+        assert server.cache.tree.evicted_blocks
+
+
+def test_a_process_ends_well_and_its_trace_replays(tmp_path):
+    """SIGTERM lets requests end, the cache is checked, and the trace is whole."""
+    trace = tmp_path / "day.jsonl.gz"
+    server = ServerProcess("--trace", str(trace)).wait()
+    try:
+        texts = [complete(server, f"{PROMPT} {number}", 4) for number in range(3)]
+        stream = client(server).completions.create(
+            model="tiny", prompt="left behind", max_tokens=2000, stream=True
+        )
+        next(iter(stream))
+        stream.close()
+        code, printed = server.stop()
+    finally:
+        server.kill()
+    assert len(set(texts)) == 3
+    assert code == 0, printed
+    report = replay(trace)
+    assert report.complete
+    assert report.requests == report.finished + report.rejected == 4
+
+
+def test_two_servers_cannot_have_one_port(server):
+    """The error names the port; nothing is left running."""
+    port = server.url.rsplit(":", 1)[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcore", "serve", "--port", port, "--generator", SMALL],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"port {port} of 127.0.0.1" in done.stderr
+
+
+def test_no_character_is_cut():
+    """Text that comes token by token is the whole text, its characters whole."""
+    whole = "naïve ☃ 🎉 end"
+    data = whole.encode()
+    text = Text(lambda ids: bytes(ids).decode(errors="replace"))
+    parts = [text.add([byte]) for byte in data]
+    parts.append(text.add([], last=True))
+    assert "".join(parts) == whole
+    assert all("\ufffd" not in part for part in parts)
+
+
+def test_threads_are_gone_at_the_end():
+    """A server that was stopped leaves no thread of its own."""
+    before = set(threading.enumerate())
+    with serving() as server:
+        complete(server, tokens=1)
+    left = set(threading.enumerate()) - before
+    assert not [each for each in left if each.name.startswith("kvcore-")]

@@ -1,0 +1,391 @@
+"""Speculative decoding on tensors: the output is as without it, and all is on record."""
+
+from fractions import Fraction
+from itertools import product
+from types import SimpleNamespace
+
+import orjson
+import pytest
+from helpers.drafters import Knowing
+from helpers.engine import ENDS, Exact, compute, decided
+from helpers.serving import Bent, ask, serve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import InputError, Plugins, PolicyError
+from kvcore.engine import Draft, TokenDrafter, speculation
+from kvcore.engine.speculation import SpeculativeTensorExecutor, inverted, judged
+from kvcore.engine.tokens import TokenStream
+from kvcore.request import text_request
+from kvcore.trace import check_trace
+from kvcore_plugins.drafter import Acceptance
+
+PLUGINS = Plugins()
+SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
+
+
+def requests(count=10):
+    """Return texts that share beginnings, of which several run at a time."""
+    return [
+        text_request(
+            number,
+            [*range(3 + number % 4), *(7 * number % 31 for _ in range(number % 9))],
+            output=5 + 7 * number % 23,
+            block_size=4,
+            arrival=number * 400,
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("blocks", [1000, 14])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
+@pytest.mark.parametrize("right", [0, 70, 100])
+def test_output_is_that_without_drafts(blocks, block_size, steps, right):
+    """Whatever is drafted, in any blocks, with preemption and prefix hits."""
+    options = {"blocks": blocks * 16 // block_size // 4, "block_size": block_size}
+    asked = [
+        ask(n, 300 * n, 5 + 3 * n % 11, 6 + 5 * n % 19, keys=[n % 2], key_tokens=16)
+        for n in range(9)
+    ]
+    options |= {"key_tokens": 16, "steps": steps, "max_seqs": 4}
+    plain = compute(asked, **options).result
+    drafted = compute(asked, drafter=Knowing(right=right), **options).result
+    assert drafted.outputs == plain.outputs
+    assert all(map(len, plain.outputs.values()))
+    assert (drafted.log.drafts.accepted > 0) == (right > 0)
+
+
+def test_few_blocks_preempt_drafting_requests():
+    """The case above with few blocks does preempt, and computes tokens again."""
+    asked = [ask(n, 0, 9, 30) for n in range(4)]
+    run = compute(asked, blocks=24, drafter=Knowing(right=90))
+    assert sum(run.result.log.recomputes) > 0
+    assert run.result.outputs == compute(asked).result.outputs
+
+
+@pytest.mark.parametrize("right", [0, 80])
+def test_shared_blocks_hold_accepted_tokens_alone(right):
+    """Generated blocks that are published have the keys that they have without drafts."""
+    asked = [
+        text_request(name, range(10), output=21, block_size=4, publish=True, arrival=at)
+        for name, at in (("a", 0), ("b", 10**6))
+    ]
+    plain = compute(asked)
+    run = compute(asked, drafter=Knowing(right=right))
+    assert run.result.outputs == plain.result.outputs
+    named = [
+        [key for line in each.lines if line["event"] == "KEYS" for key in line["keys"]]
+        for each in (plain, run)
+    ]
+    assert named[0] == named[1] != []
+    assert run.result.cache.stats.hit_blocks == plain.result.cache.stats.hit_blocks > 0
+
+
+def test_a_published_answer_is_hit_while_it_grows():
+    """One that comes meanwhile finds the blocks filled so far, and computes the same tokens."""
+    text = text_request("a", range(10), output=40, block_size=4, publish=True)
+    known = compute([text]).result.outputs["a"]
+    later = text_request(
+        "b", [*range(10), *known[:20]], output=9, block_size=4, arrival=150_000
+    )
+    run = compute([text, later], drafter=Knowing(right=80)).result
+    assert run.cache.stats.hit_blocks > 2
+    assert run.outputs["b"] == known[20:29]
+
+
+def test_forced_outputs_are_verified():
+    """Tokens that output keys stand for are what drafts are held against."""
+    asked = [ask("a", 0, 6, 15, keys=[1], output_keys=[2, 3, 4, 5])]
+    assert compute(asked, drafter=Knowing()).result.outputs == compute(asked).result.outputs
+
+
+@pytest.mark.parametrize("ending", [5, 40])
+def test_texts_end_where_they_would(ending):
+    """An end among accepted drafts ends the text; what was drafted behind it is dropped."""
+    asked = [ask(n, 0, 5 + n, 30) for n in range(8)]
+    options = {"generator": Exact(ending), "clock": "wall", "stop_at_eos": True}
+    plain = compute(asked, **options).result
+    options["generator"] = Exact(ending)
+    drafted = compute(asked, drafter=Knowing(right=90), **options).result
+    assert drafted.outputs == plain.outputs
+    assert any(output[-1] in ENDS for output in plain.outputs.values())
+
+
+def test_trace_is_checked_and_repeated(tmp_path):
+    """Slots of drafts and their rollback are lines that `replay` accepts, and repeats."""
+    asked = [ask(n, 0, 9, 30) for n in range(4)]
+    first, again = (
+        compute(asked, block_size=2, key_tokens=4, drafter=Knowing(right=50)).trace
+        for _ in range(2)
+    )
+    assert first == again
+    lines = [orjson.loads(line) for line in first.splitlines()]
+    assert any(line.get("reason") == "rollback" for line in lines)
+    assert lines[0]["plugins"]["drafter"]["name"] == "knowing"
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(first)
+    assert check_trace(path).complete
+
+
+@given(
+    st.integers(0, 100),
+    st.integers(1, 6),
+    st.sampled_from([10**6, 40, 14]),
+    st.sampled_from([1, 3, 4]),
+    st.sampled_from(["mixed", "prefill-first"]),
+)
+def test_twin_of_a_run(tmp_path_factory, right, tokens, blocks, block_size, steps):
+    """A simulation with the drafts that a run accepted takes the run's every decision."""
+    asked = [
+        ask(n, 900 * n, 5 + 3 * n % 11, 1 + 5 * n % 19, keys=[n % 2], key_tokens=12)
+        for n in range(7)
+    ]
+    options = {"block_size": block_size, "key_tokens": 12, "steps": steps, "max_seqs": 4}
+    options |= {"blocks": min(blocks * 4 // block_size, 2000), "max_tokens": 16}
+    run = compute(asked, drafter=Knowing(tokens=tokens, right=right), **options)
+    path = tmp_path_factory.getbasetemp() / "acceptance.jsonl"
+    run.result.write_acceptance(path)
+    twin = serve(asked, latency=Bent(), drafter=Acceptance(tokens=tokens, file=path), **options)
+    assert decided(twin.trace) == decided(run.trace)
+    assert twin.result.log.drafts == run.result.log.drafts
+
+
+def test_wall_clock_counts_drafts_as_they_were_computed():
+    """Step times for `calibrate` have drafts among the tokens that are computed in bulk."""
+    run = compute([ask(0, 0, 5, 20)], clock="wall", drafter=Knowing(right=100, silent=0)).result
+    assert sum(step.prefill for step in run.steps) == 5 + run.log.drafts.drafted
+    assert sum(step.decode for step in run.steps) == run.log.drafts.steps
+
+
+class Wrong(TokenDrafter):
+    """Drafts what it may not."""
+
+    name = "wrong"
+
+    def __init__(self, drafts):
+        self.drafts_ = drafts
+
+    def options(self):
+        """Return none."""
+        return {}
+
+    def draft(self, tokens, most):
+        """Return what it was made with."""
+        if self.drafts_ is None:
+            return 1 / 0
+        return self.drafts_
+
+
+@pytest.mark.parametrize(
+    ("drafts", "told"),
+    [([1] * 9, "up to 4 tokens"), ([-1], r"\[-1\]"), ([0.5], "0.5"), (None, "ZeroDivision")],
+)
+def test_wrong_drafts_are_the_drafters_fault(drafts, told):
+    """Too many, no tokens, or an exception: the error names the plugin."""
+    with pytest.raises(PolicyError, match=told) as caught:
+        compute([ask(0, 0, 5, 20)], drafter=Wrong(drafts))
+    assert "wrong" in str(caught.value)
+
+
+def test_what_does_not_fit_is_refused():
+    """Retention; a drafter of simulations in a run, and one of tokens in a simulation."""
+    asked = [ask(0, 0, 5, 20)]
+    with pytest.raises(InputError, match="cannot be rolled back"):
+        compute(asked, drafter=Knowing(), retention=PLUGINS.build("retention", "window"))
+    with pytest.raises(InputError, match="it is for simulations"):
+        compute(asked, drafter="acceptance")
+    with pytest.raises(InputError, match="a simulation has none"):
+        serve(asked, drafter="prompt-lookup")
+    with pytest.raises(InputError, match="no drafts were verified"):
+        compute(asked).result.write_acceptance("nowhere")
+
+
+# Rejection sampling, exactly: by all levels of a fine enough grid, not by chance.
+
+
+def shares(weights):
+    """Return weights as fractions of their sum."""
+    return [Fraction(weight, sum(weights)) for weight in weights]
+
+
+@pytest.mark.parametrize("p", [(1, 1, 2), (0, 1, 3), (4, 0, 0), (1, 2, 1)])
+@pytest.mark.parametrize("q", [(2, 1, 1), (1, 3, 0), (0, 0, 4), (1, 2, 1)])
+def test_rejection_sampling_keeps_the_distribution(p, q):
+    """Drafts drawn from q, judged by p, are distributed as p: every case is enumerated."""
+    grid = 24  # every threshold is a multiple of 1 / 24, or lies on one
+    p_floats, q_floats = [x / 4 for x in p], [x / 4 for x in q]
+    found = [Fraction(0)] * 3
+    levels = [(2 * step + 1) / (2 * grid) for step in range(grid)]
+    for drafted, chance in enumerate(shares(q)):
+        if not chance:
+            continue
+        for level, other in product(levels, levels):
+            token = judged(p_floats, q_floats, drafted, level, other)
+            found[token] += chance / grid**2
+    assert found == shares(p)
+
+
+GRIDS = {"accept": 6, "residual": 2, "draw": 4}
+"""Levels of each draw: all thresholds below lie between two of them."""
+
+
+def test_drafts_of_several_tokens_keep_the_distribution():
+    """Each token of a step is distributed as the model says after those before it.
+
+    Two drafts: every pair of them, and every level that is asked for, is enumerated, through
+    the code that appends tokens to a text.
+    """
+    model = {(): (1, 3, 0)} | {(t,): w for t, w in enumerate([(2, 1, 1), (0, 2, 2), (4, 0, 0)])}
+    model |= dict.fromkeys(product(range(3), repeat=2), (1, 2, 1))
+    draft = [(2, 1, 1), (1, 0, 3)]
+    found = {}
+    for pair in product(range(3), repeat=2):
+        chance = shares(draft[0])[pair[0]] * shares(draft[1])[pair[1]]
+        outcomes = [[x / 4 for x in model[pair[:n]]] for n in range(3)]
+        open_paths = [((), chance)] if chance else []
+        while open_paths:
+            levels, weight = open_paths.pop()
+            text = verified(pair, outcomes, [[x / 4 for x in q] for q in draft], levels)
+            if isinstance(text, str):
+                grid = GRIDS[text]
+                steps = [(2 * step + 1) / (2 * grid) for step in range(grid)]
+                open_paths += [((*levels, level), weight / grid) for level in steps]
+                continue
+            for end in range(1, len(text) + 1):
+                found[text[:end]] = found.get(text[:end], 0) + weight
+    assert sum(found[text] for text in found if len(text) == 1) == 1
+    for known in {text[:-1] for text in found}:
+        after = [found.get((*known, token), Fraction(0)) for token in range(3)]
+        assert [x / sum(after) for x in after] == shares(model[known])
+
+
+def verified(drafts, outcomes, weights, levels):
+    """Return the tokens that a step appends if it draws these levels, or what it wants more."""
+    executor = object.__new__(SpeculativeTensorExecutor)
+    executor._eos_token_ids = frozenset()
+    asked = text_request(0, [1], output=9, block_size=4)
+    executor.streams = {0: TokenStream(asked, 3, 0)}
+    job = SimpleNamespace(request=asked, generated=1, output_tokens=9)
+    rows = SimpleNamespace(tolist=lambda: weights)
+    left = list(levels)
+
+    def level(what, _seed, _index):
+        if not left:
+            raise LookupError(what)
+        return left.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculation, "uniform", level)
+        try:
+            executor._verify(job, Draft(drafts, rows), outcomes, [], [])
+        except LookupError as error:
+            return error.args[0]
+    return tuple(executor.streams[0].output)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 2), (0, 1, 3), (4, 0, 0), (0, 0, 8)])
+def test_inversion_draws_by_weight(weights):
+    """A token is drawn in the share of its weight; one without weight never."""
+    grid = 24
+    found = [0] * 3
+    for step in range(grid):
+        found[inverted(weights, (2 * step + 1) / (2 * grid))] += 1
+    assert [Fraction(n, grid) for n in found] == shares(weights)
+
+
+@pytest.mark.parametrize("level", [0.0, 1 - 2**-53])
+def test_ends_of_the_unit_interval(level):
+    """The least and the greatest level draw tokens that can be drawn."""
+    assert inverted([0.0, 0.1, 0.2, 0.0], level) in (1, 2)
+    assert judged([0.0, 1.0], [1.0, 0.0], 0, level, level) == 1
+
+
+# Models and drafters on torch.
+
+
+def torch_run(drafter, generator="transformer:" + SIZE, dtype="fp32", **options):
+    """Return the outputs and the statistics of a run on torch."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    run = compute(
+        requests(options.pop("count", 8)),
+        generator=generator,
+        backend="torch-cpu",
+        latency=PLUGINS.build("latency", "roofline"),
+        dtype=dtype,
+        drafter=drafter,
+        **options,
+    )
+    return run.result.outputs, run.result.log.drafts
+
+
+DRAFTERS = [
+    "prompt-lookup",
+    "prompt-lookup:tokens=7,longest=1",
+    "draft-model:" + SIZE.replace("layers=2", "layers=1"),
+    "draft-model:tokens=2," + SIZE,
+    "medusa:texts=9,length=20",
+]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("blocks", [500, 20])
+def test_chosen_drafts_leave_the_output_as_it_is(drafter, temperature, blocks):
+    """Greedy or sampled: the same tokens by the same seeds, and some drafts are accepted."""
+    generator = f"transformer:{SIZE},temperature={temperature}"
+    plain, _ = torch_run(None, generator, dtype="fp64")
+    drafted, stats = torch_run(drafter, generator, dtype="fp64", blocks=blocks)
+    assert drafted == plain
+    assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "kivi"])
+def test_codecs(codec):
+    """Rejected drafts leave nothing behind in blocks, coded by token or whole."""
+    options = {"codec": codec, "count": 5}
+    plain, _ = torch_run(None, **options)
+    # Rounding K/V of unfinished blocks or whole ones is the codec's business, not the drafts'.
+    drafted, _ = torch_run("prompt-lookup", **options)
+    agree = sum(drafted[name] == plain[name] for name in plain)
+    assert agree == len(plain) if codec in ("fp32", "bf16") else agree >= len(plain) - 2
+
+
+@pytest.mark.parametrize(
+    "generator", ["sincos:layers=2,heads=4,kv_heads=2,head_dim=8", "induction"]
+)
+def test_other_generators(generator):
+    """A generator need know nothing of drafts."""
+    plain, _ = torch_run(None, generator, dtype="fp64")
+    assert torch_run("prompt-lookup", generator, dtype="fp64")[0] == plain
+
+
+def test_a_draft_model_like_the_model_is_always_right():
+    """All drafts of the served model itself are accepted."""
+    _, stats = torch_run(DRAFTERS[3], dtype="fp64")
+    assert stats.accepted == stats.drafted > 20
+
+
+def test_drawn_drafts_of_the_model_itself_are_accepted():
+    """Where p is q, every draft is accepted, whatever is drawn."""
+    drafter = f"{DRAFTERS[3]},temperature=0.7"
+    _, stats = torch_run(drafter, f"transformer:{SIZE},temperature=0.7", dtype="fp64")
+    assert stats.accepted == stats.drafted > 20
+
+
+def test_drawn_drafts_need_probabilities():
+    """A generator that cannot tell them is refused, with the way out."""
+    drafter = "draft-model:generator=sincos,layers=2,heads=4,kv_heads=2,temperature=1"
+    with pytest.raises(InputError, match="temperature"):
+        torch_run(drafter, "sincos:layers=2,heads=4,kv_heads=2,head_dim=8")
+
+
+def test_what_a_model_cannot_be_drafted_with_is_refused():
+    """Other token ids, no hidden states, a pool too small to learn in."""
+    with pytest.raises(InputError, match="has 512 token ids, the served model 31"):
+        torch_run("draft-model")
+    with pytest.raises(InputError, match="does not tell its hidden states"):
+        torch_run("medusa:texts=2,length=9", "induction")
+    with pytest.raises(InputError, match="give more, or a smaller length"):
+        torch_run("medusa", blocks=9)

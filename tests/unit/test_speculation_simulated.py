@@ -1,0 +1,212 @@
+"""Speculative decoding in simulations: what is accepted, and how long steps take."""
+
+import attrs
+import orjson
+import pytest
+from helpers.serving import Even, ask, serve, servers, tiered_servers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import InputError, Plugins, simulate
+from kvcore.cluster.simulate import simulate_cluster
+from kvcore.config import RunConfig
+from kvcore.config.cluster import ClusterParts
+from kvcore.models.catalogue import find_model
+from kvcore.serving import StepWork
+from kvcore.serving.speculation import with_drafts
+from kvcore.trace import check_trace
+from kvcore_plugins.drafter import Acceptance
+
+PLUGINS = Plugins()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("share", [0, 0.3, 0.8, 1])
+def test_tokens_a_step_are_as_expected(tokens, share):
+    """(1 - a^(k+1)) / (1 - a) tokens a step (Leviathan et al., 2023, equation 1)."""
+    asked = [ask(number, 0, 3, 4000) for number in range(4)]
+    result = serve(
+        asked, blocks=10**5, trace=False, drafter=Acceptance(tokens=tokens, probability=share)
+    ).result
+    expected = tokens + 1 if share == 1 else (1 - share ** (tokens + 1)) / (1 - share)
+    found = result.summary()["drafts"]["tokens_per_step"]
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_probabilities_by_position():
+    """Each position has its own; the last holds for all that follow; they are reported."""
+    asked = [ask(number, 0, 3, 3000) for number in range(4)]
+    drafter = Acceptance(tokens=4, probability="0.9/0.5/0.2")
+    drafts = serve(asked, blocks=10**5, trace=False, drafter=drafter).result.summary()["drafts"]
+    assert drafts["acceptance_by_position"] == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.05)
+
+
+def test_draws_do_not_depend_on_the_others():
+    """What is accepted of a request is the same alone, and among others that preempt it."""
+
+    @attrs.define(slots=False, eq=False)
+    class Watched(Acceptance):
+        """Keeps what it has answered."""
+
+        def accepted(self, request, index, most):
+            answer = super().accepted(request, index, most)
+            if most == 2 and request.id == "a":
+                seen[index] = answer
+            return answer
+
+    seen = {}
+    serve([ask("a", 0, 8, 60)], drafter=Watched(tokens=2, probability=0.5))
+    alone, seen = seen, {}
+    others = [ask("a", 0, 8, 60), *(ask(n, 0, 8, 60) for n in range(3))]
+    run = serve(others, blocks=36, drafter=Watched(tokens=2, probability=0.5))
+    assert sum(run.result.log.recomputes) > 0
+    assert {index: seen[index] for index in alone if index in seen} == {
+        index: alone[index] for index in alone if index in seen
+    }
+    assert len(alone.keys() & seen) > 10
+
+
+@given(
+    servers() | tiered_servers(),
+    st.sampled_from(["fcfs", "srpt", "slo"]),
+    st.sampled_from([0, 0.4, 0.9, 1]),
+    st.integers(1, 5),
+)
+def test_any_server(tmp_path_factory, server, scheduler, share, tokens):
+    """Any server serves all with drafts; its trace is sound, and the same each time."""
+    runs = [
+        server.run(scheduler, drafter=Acceptance(tokens=tokens, probability=share))
+        for _ in range(2)
+    ]
+    assert runs[0].trace == runs[1].trace
+    log = runs[0].result.log
+    wanted = {request.id: request.output_tokens for request in server.requests}
+    assert sorted(log.ids) == sorted(wanted)
+    for row, name in enumerate(log.ids):
+        assert row in log.reasons or log.output[row] == wanted[name]
+    path = tmp_path_factory.getbasetemp() / "drafted.jsonl"
+    path.write_bytes(runs[0].trace)
+    assert check_trace(path).complete
+
+
+def test_verified_work():
+    """Drafts are computed as prompt tokens after their sequence; its K/V is read once."""
+
+    class Short:
+        length = 9
+
+    work = StepWork(5, (15, 14), 2, (20, 8))
+    assert with_drafts(work, [Short, Short], [0, 0], (None, 4)) is work
+    whole = with_drafts(work, [Short, Short], [2, 0], (None, 4))
+    assert whole == StepWork(7, (15 + 11 + 12, 14 + 4 + 4), 2, (20, 8))
+
+
+def test_costs():
+    """A draft model adds its passes, heads their weights; a lookup nothing."""
+    latency = PLUGINS.build("latency", "roofline:model=llama-3-70b,tensor_parallel=4")
+    small = PLUGINS.build("latency", "roofline:model=llama-3-8b,tensor_parallel=4")
+    work = StepWork(0, (0,), 8, (8000,))
+    drafter = Acceptance(tokens=3, draft="llama-3-8b")
+    drafter.attach(latency)
+    passes = [StepWork(0, (0,), 8, (8000 + 8 * ahead,)) for ahead in range(3)]
+    assert drafter.duration(work, [3] * 8) == sum(map(small.duration, passes))
+    assert drafter.duration(work, [0] * 8) == 0
+    prompt = StepWork(100, (5050,), 0, (0,))
+    assert drafter.duration(prompt, []) == small.duration(prompt)
+
+    heads = Acceptance(parameters=10**9)
+    heads.attach(latency)
+    byte = 2 * 10**9 / (4 * 3.35e12 * 0.8)
+    assert heads.duration(work, [4] * 8) == pytest.approx(byte * 1e12, rel=0.01)
+    assert heads.duration(prompt, []) == 0
+
+
+def test_costs_that_cannot_be_known_are_refused():
+    """Of a latency model without a model, and of windows that the served model has not."""
+    with pytest.raises(InputError, match="take `roofline`"):
+        Acceptance(draft="llama-3-8b").attach(PLUGINS.build("latency", "token-rate"))
+    windowed = find_model("llama-3-8b").with_window(1000)
+    with pytest.raises(InputError, match="attention windows"):
+        Acceptance(draft=windowed).attach(PLUGINS.build("latency", "roofline"))
+
+
+def test_speedup_is_that_of_two_runs():
+    """What the summary says of decode steps is the time without drafts over that with them."""
+    options = {"model": "llama-3-8b", "blocks": 10**4, "slo": None}
+    asked = "zipf:requests=40,rate=0.5,output_tokens=400"
+    plain = simulate(asked, **options)
+    fast = simulate(asked, **options, drafter="acceptance:tokens=4,probability=0.8")
+    speedup = fast.summary()["drafts"]["speedup"]
+    assert speedup == pytest.approx(plain.tpot.mean / fast.tpot.mean, rel=0.03)
+
+
+def test_replicas_draft():
+    """A cluster of one is the run of one; several count their drafts together."""
+    options = {"blocks": 4000, "max_seqs": 16, "drafter": "acceptance:probability=0.8"}
+    asked = "zipf:requests=60"
+    alone = simulate(asked, **options)
+    one = RunConfig.of("simulate", workload=asked, **options)
+    parts = ClusterParts(one)
+    same = simulate_cluster(parts.workload, **parts.cluster())
+    assert same.log.drafts == alone.log.drafts
+    assert same.log.finish == alone.log.finish
+    parts = ClusterParts(attrs.evolve(one, replicas=2, fail=("replica=1,at=2,for=1",)))
+    several = simulate_cluster(parts.workload, **parts.cluster())
+    logs = [life.log.drafts for lives in several.lives for life in lives]
+    assert several.log.drafts.steps == sum(log.steps for log in logs)
+    summary = several.summary()
+    assert summary["drafts"]["acceptance_by_position"] == pytest.approx([0.8] * 4, abs=0.05)
+    assert summary["offered_load"] is None
+
+
+def test_without_a_drafter_nothing_is_said():
+    """Neither the summary nor the trace knows of drafts."""
+    run = serve([ask(0, 0, 5, 5)], latency=Even())
+    assert "drafts" not in run.result.summary()
+    assert b"draft" not in run.trace
+
+
+def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
+    """What was measured elsewhere is drawn by position."""
+    path = tmp_path / "acceptance.jsonl"
+    path.write_text(
+        '{"acceptance": [1.0, 0.0]}\n{"request":"x","output":1,"drafts":1,"accepted":1}\n'
+    )
+    drafter = Acceptance(file=path)
+    assert drafter.accepted(ask("x"), 1, 4) == (1, 1)
+    drafter.attach(Even())
+    assert drafter.accepted(ask("y"), 1, 4) == (4, 1)
+    assert orjson.loads(path.read_bytes().splitlines()[0])["acceptance"] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", 1),
+        ("[]", 1),
+        ('{"acceptance": [2]}', 1),
+        ('{"acceptance": []}\n{"request": 1}', 2),
+        ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 2}', 2),
+    ],
+)
+def test_files_of_something_else_are_refused(tmp_path, text, line):
+    """The error names the file, the line, and what writes such files."""
+    path = tmp_path / "other.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"other\.jsonl, line {line}, .*--acceptance FILE"):
+        Acceptance(file=path)
+
+
+@pytest.mark.parametrize("options", [{"probability": 2}, {"probability": "a"}, {"tokens": 0}])
+def test_impossible_options_are_refused(options):
+    """No probability, or no draft."""
+    with pytest.raises(InputError, match="acceptance: "):
+        serve([ask(0, 0, 5, 5)], drafter=Acceptance(**options))
+
+
+def test_a_missing_file_and_two_sources(tmp_path):
+    """Both are told."""
+    with pytest.raises(InputError, match="cannot be read"):
+        Acceptance(file=tmp_path / "none")
+    with pytest.raises(InputError, match="give one"):
+        Acceptance(file=tmp_path / "none", probability=0.5)

@@ -1,0 +1,298 @@
+"""The trace of a cluster: checked line by line, and read as those of its replicas."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.clusters import record_cluster
+from helpers.traces import lines, record, seal
+
+import kvcore
+from kvcore import InputError, TraceError
+from kvcore.analysis.timeline import Timeline
+from kvcore.kv_events import event_batches
+from kvcore.trace import ServerReader, check_trace, read_events, rebuild_residency
+from kvcore.trace.check import TraceChecker, check_event
+
+SCALED = "load:interval=0.2,start_up=0.1,cool_down=0,start=2"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Return the trace of a cluster, of which one replica fails and returns."""
+    return record_cluster(tmp_path_factory.mktemp("cluster") / "trace.jsonl")
+
+
+@pytest.fixture
+def forge(tmp_path):
+    """Return a function that writes other lines, and returns why they cannot be."""
+
+    def forged(events):
+        with pytest.raises(TraceError) as told:
+            check_trace(seal(tmp_path / "forged.jsonl", events))
+        return str(told.value)
+
+    return forged
+
+
+def places(events, name):
+    """Return where the lines of an event are."""
+    return [n for n, line in enumerate(events) if line["event"] == name]
+
+
+class TestCheck:
+    """`check_trace` of a cluster: each replica by itself, and the routing between."""
+
+    def test_totals_and_replicas(self, path):
+        """What the report says of all replicas is the sum of what it says of each."""
+        report = check_trace(path)
+        document = report.as_dict()
+        parts = document["replicas"]
+        assert report.complete
+        assert (report.requests, report.finished, report.rejected) == (30, 30, 0)
+        assert sum(part["routed"] for part in parts) == document["events"]["ROUTE"] > 30
+        assert [part["failures"] for part in parts] == [0, 1, 0]
+        for name in ("finished", "rejected"):
+            assert document[name] == sum(part[name] for part in parts)
+        for name in ("pool", "preemptions"):
+            for key, total in document[name].items():
+                assert total == sum(part[name][key] for part in parts)
+        for key in ("lookup_blocks", "hit_blocks", "self_hit_blocks"):
+            assert document["hit"][key] == sum(part["hit"][key] for part in parts)
+
+    def test_hits_are_those_of_the_result(self, tmp_path):
+        """The hits of a trace, lives that ended included, are those that the run counted."""
+        given = {"replicas": 2, "blocks": 40, "tensor_parallel": 1, "limit": 30}
+        trace = tmp_path / "trace.jsonl"
+        result = kvcore.simulate_cluster(
+            "zipf:requests=60,rate=50", trace=trace, fail="replica=0,at=0.2,for=1", **given
+        )
+        report = check_trace(trace)
+        assert report.hit["hit_blocks"] == result.stats.hit_blocks
+        assert report.hit["lookup_blocks"] == result.stats.lookup_blocks
+
+    def test_the_state_while_a_replica_is_down(self, path):
+        """Until it returns, a replica that has failed is not up, and its pool is empty."""
+        down = check_trace(path, at=350_000_000).replicas[1]
+        assert not down["up"]
+        assert (down["pool"]["cached"], down["pool"]["private"]) == (0, 0)
+        assert check_trace(path, at=600_000_000).replicas[1]["up"]
+
+    @pytest.mark.parametrize("fail", ["replica=0,at=0.1", "replica=1,at=0.123456789,for=0.5"])
+    def test_failures_for_ever_and_at_odd_times(self, tmp_path, fail):
+        """A replica may not return, and fail at any nanosecond: the trace says when exactly."""
+        trace = record_cluster(tmp_path / "trace.jsonl", fail=fail)
+        assert check_trace(trace).finished == 30
+
+    def test_all_replicas_fail(self, tmp_path):
+        """What the router turns away is rejected, though no replica had it."""
+        fail = [f"replica={number},at=0.2" for number in range(3)]
+        report = check_trace(record_cluster(tmp_path / "trace.jsonl", fail=fail))
+        assert report.rejected == 30 - report.finished > 0
+        assert not any(part["rejected"] for part in report.replicas)
+
+    def test_replicas_that_start_and_stop(self, tmp_path):
+        """A planner lets replicas come and go: the trace says which were up at first."""
+        trace = record_cluster(tmp_path / "trace.jsonl", fail=(), autoscale=SCALED)
+        report = check_trace(trace)
+        assert report.finished == 30
+        assert {"RETURN", "LEAVE"} & report.events.keys()
+
+    def test_a_cluster_of_one(self, tmp_path):
+        """The trace of one replica that fails is that of a cluster."""
+        trace = record_cluster(
+            tmp_path / "trace.jsonl", replicas=1, fail="replica=0,at=1,for=1"
+        )
+        assert check_trace(trace).replicas[0]["failures"] == 1
+
+
+class TestForgeries:
+    """Even with numbers, counts and digest made right, no line can be another."""
+
+    def test_no_line_of_the_routing_can_be_left_out_or_come_twice(self, path, forge):
+        """ROUTE, FAIL and RETURN have their place; so have REQUEST and FINISH."""
+        events = lines(path)
+        for name in ("REQUEST", "ROUTE", "FAIL", "RETURN", "FINISH"):
+            for n in places(events, name):
+                assert forge(events[:n] + events[n + 1 :])
+                assert forge(events[: n + 1] + events[n:])
+
+    def test_no_line_can_be_of_another_replica(self, path, forge):
+        """Whatever a replica did, another one cannot have done, nor none."""
+        events = lines(path)
+        for n, line in [*enumerate(events)][::5]:
+            if "replica" in line:
+                before, after = events[:n], events[n + 1 :]
+                other = line | {"replica": (line["replica"] + 1) % 3}
+                assert forge([*before, other, *after])
+                assert "'replica' must be one from 0 to 2" in forge(
+                    [*before, line | {"replica": 3}, *after]
+                )
+                none = {name: value for name, value in line.items() if name != "replica"}
+                assert "'replica' must be one from 0 to 2" in forge([*before, none, *after])
+
+    def test_no_field_of_a_route_can_be_another(self, path, forge):
+        """Request, time and tokens of ROUTE follow from the lines before, or those after."""
+        events = lines(path)
+        given = [n for n in places(events, "ROUTE") if "tokens" in events[n]]
+        assert given
+        for n in given:
+            line, before, after = events[n], events[:n], events[n + 1 :]
+            for change in (
+                {"request": line["request"] + 1},
+                {"request": "nobody"},
+                {"tokens": line["tokens"] + 16},
+                {"tokens": line["tokens"] - 1},
+                {"t": line["t"] + 1},
+                {"t": line["t"] - 1},
+            ):
+                assert forge([*before, line | change, *after])
+
+    def test_a_router_thinks_of_what_it_sent(self, path, forge):
+        """Without the exact view, no more can be thought cached than was ever sent there."""
+        events = lines(path)
+        events[0]["routing"]["view"] = "index"
+        (n, *_) = [n for n in places(events, "ROUTE") if "tokens" in events[n]]
+        line = events[n] | {"tokens": 1 << 20}
+        reason = forge([*events[:n], line, *events[n + 1 :]])
+        assert "were ever sent" in reason
+
+    @pytest.mark.parametrize("name", ["FAIL", "RETURN"])
+    def test_a_failure_is_when_the_header_says(self, path, forge, name):
+        """FAIL and RETURN cannot be earlier or later, nor of another replica."""
+        events = lines(path)
+        (n,) = places(events, name)
+        line, before, after = events[n], events[:n], events[n + 1 :]
+        for change in (
+            {"replica": 0},
+            {"replica": 2},
+            {"t": line["t"] - 1},
+            {"t": line["t"] + 1},
+        ):
+            assert forge([*before, line | change, *after])
+
+    def test_a_request_comes_once(self, path, forge):
+        """Over the whole cluster an id has one REQUEST, and one end."""
+        events = lines(path)
+        (n, *_) = places(events, "FINISH")
+        again = {"n": 0, "t": events[n + 1]["t"], "event": "ROUTE", "replica": 0}
+        again["request"] = events[n]["request"]
+        assert "does not wait" in forge([*events[: n + 2], again, *events[n + 2 :]])
+
+    def test_nothing_is_sent_to_a_replica_that_is_down(self, path, forge):
+        """Between FAIL and RETURN a replica gets no request."""
+        events = lines(path)
+        (down,), (up,) = places(events, "FAIL"), places(events, "RETURN")
+        n = next(n for n in places(events, "ROUTE") if down < n < up)
+        line = events[n] | {"replica": 1}
+        assert "is not up" in forge([*events[:n], line, *events[n + 1 :]])
+
+    def test_a_refusal_of_the_router_is_of_who_waits(self, tmp_path, forge):
+        """A REJECT without a replica ends a request that is nowhere."""
+        fail = [f"replica={number},at=0.2" for number in range(3)]
+        events = lines(record_cluster(tmp_path / "trace.jsonl", fail=fail))
+        (n, *_) = places(events, "REJECT")
+        line, before, after = events[n], events[:n], events[n + 1 :]
+        assert forge(before + after)
+        assert forge([*before, line, line, *after])
+        assert forge([*before, line | {"request": "nobody"}, *after])
+        assert forge([*before, line | {"replica": 0}, *after])
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"replicas": [{"count": 2}]},
+            {"replicas": [{"count": 20_000}]},
+            {"replicas": [{"count": 2}, {"count": 1, "blocks": 19}]},
+            {"replicas": []},
+            {"routing": {"view": "exact", "fail": []}},
+            {"routing": {"view": "exact", "fail": ["replica=x"]}},
+            {"routing": {"view": "exact", "fail": 7}},
+            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": [9]}},
+            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": [0, 1]}},
+        ],
+    )
+    def test_the_header_of_another_cluster(self, path, forge, change):
+        """Number and pools of replicas, and failures, are those of the lines."""
+        events = lines(path)
+        assert forge([events[0] | change, *events[1:]])
+
+    def test_one_server_has_no_replica(self, tmp_path, forge):
+        """The trace of one server has no line of a replica, and none about one."""
+        events = lines(record(tmp_path / "one.jsonl"))
+        for n in range(1, len(events) - 1):
+            placed = events[n] | {"replica": 0}
+            assert "HEADER has no replicas" in forge([*events[:n], placed, *events[n + 1 :]])
+        request = next(line["id"] for line in events if line["event"] == "REQUEST")
+        route = {"n": 0, "t": events[-2]["t"], "event": "ROUTE", "request": request}
+        assert "HEADER has no replicas" in forge([*events[:-1], route, events[-1]])
+
+
+class TestServerReader:
+    """A replica of a cluster reads as one server."""
+
+    @pytest.mark.parametrize("replica", ["0", "1:1", "1:2", "2:1", 2])
+    def test_each_life_is_the_trace_of_a_server(self, path, replica):
+        """The lines of a life pass the check of one server, and are numbered from 0 on."""
+        reader, checker, numbers = ServerReader(path, replica), None, []
+        for event in reader:
+            checker = check_event(reader, checker, event)
+            numbers.append(event.n)
+        assert reader.complete
+        assert type(checker) is TraceChecker
+        assert numbers == [*range(len(numbers))]
+        assert len(numbers) > 10
+
+    def test_lives_have_all_lines_of_replicas(self, path):
+        """Every line of a replica is in one life, and a REQUEST for every ROUTE."""
+        found = [
+            event.event
+            for replica in ("0", "1:1", "1:2", "2")
+            for event in ServerReader(path, replica)
+        ]
+        whole = [event.event for event in read_events(path)]
+        for name in ("HIT", "ALLOC", "COMMIT", "EVICT", "FINISH", "FREE"):
+            assert found.count(name) == whole.count(name) > 0
+        assert found.count("REQUEST") == whole.count("ROUTE")
+
+    @pytest.mark.parametrize(
+        ("replica", "reason"),
+        [
+            (None, "is the trace of 3 replicas: say which one, --replica 0 to --replica 2"),
+            (3, "is the trace of 3 replicas"),
+            (1, "give --replica 1:1 for what was before"),
+            ("1:3", "lives 1 to 2, and no 3"),
+            ("1:0", "lives 1 to 2, and no 0"),
+            ("first", "is no replica: give its number"),
+        ],
+    )
+    def test_which_one_must_be_said(self, path, replica, reason):
+        """A replica that is not there, or not enough said of it, is told with what there is."""
+        with pytest.raises(InputError, match=reason):
+            list(ServerReader(path, replica))
+
+    def test_one_server_is_no_replica(self, tmp_path):
+        """A trace of one server is read without a replica alone."""
+        one = record(tmp_path / "one.jsonl")
+        assert len(list(ServerReader(one))) == len(lines(one))
+        with pytest.raises(InputError, match="leave --replica out"):
+            list(ServerReader(one, 0))
+
+    def test_damage_after_a_life_is_told(self, path, tmp_path):
+        """The rest of the file is checked also where nothing of the replica follows."""
+        cut = tmp_path / "cut.jsonl"
+        cut.write_bytes(path.read_bytes().replace(b'"output":8}', b'"output":9}'))
+        reader = ServerReader(cut, "1:1")
+        with pytest.raises(TraceError, match="digest"):
+            list(reader)
+
+    def test_what_shows_one_server_shows_a_replica(self, path):
+        """Timeline, residency and KV events are of the replica that is asked for."""
+        timeline = Timeline.read(path, replica="1:2")
+        finished = sum(time >= 0 for time in timeline.requests.finish)
+        assert finished == len(timeline.requests) > 0
+        assert rebuild_residency(path, "1:2").as_dict()
+        stored = [event for batch in event_batches(path, replica=0) for event in batch.events]
+        assert stored
+        for read in (Timeline.read, rebuild_residency):
+            with pytest.raises(InputError, match="say which one"):
+                read(path)

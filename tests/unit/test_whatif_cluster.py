@@ -1,0 +1,128 @@
+"""What-if on clusters: recorded requests under another router, or on other replicas."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.clusters import ZIPF, record_cluster
+from helpers.traces import lines, seal
+
+import kvcore
+from kvcore import InputError, TraceError
+from kvcore.analysis import whatif
+from kvcore.analysis.what_if import recorded_run
+from kvcore.cluster import simulate_cluster
+from kvcore.config import RunConfig
+from kvcore.config.cluster import ClusterParts
+from kvcore.trace import check_trace
+
+UNLIKE = [{"count": 2}, {"blocks": 40, "eviction": "fifo", "max_seqs": 4}, {"tier": "none"}]
+
+TWO_SIZES = [{"count": 2}, {"blocks": 60}]
+
+RECORDED = {
+    "failures": {"fail": ["replica=1,at=0.3,for=0.1", "replica=0,at=0.350000001"]},
+    "all fail": {"fail": [f"replica={number},at=0.2" for number in range(3)]},
+    "unlike": {"replicas": UNLIKE, "tier": "host:memory=1GiB"},
+    "refused": {"blocks": 6, "fail": ()},
+    "planned": {"fail": (), "autoscale": "load:interval=0.2,start_up=0.1,cool_down=0,start=2"},
+    "one": {"replicas": 1, "fail": "replica=0,at=0.3,for=0.1"},
+    "faster": {"rate_scale": 2, "fail": ()},
+}
+
+
+def record(path, **options):
+    """Record a cluster whose plugins are all built in."""
+    return record_cluster(path, **({"router": "least-requests"} | options))
+
+
+@pytest.mark.parametrize("options", RECORDED.values(), ids=RECORDED)
+def test_as_recorded_it_is_the_same_byte_by_byte(tmp_path, options):
+    """With nothing different, replicas, routing and failures make the same trace again."""
+    path, again = record(tmp_path / "trace.jsonl", **options), tmp_path / "again.jsonl"
+    found = whatif(path, export=again)
+    assert again.read_bytes() == path.read_bytes()
+    assert found.recorded == found.rerun
+    assert not found.changes
+
+
+def test_the_recorded_run_is_that_of_its_result(tmp_path):
+    """Summed up from its lines, a cluster fares as its result says."""
+    path = tmp_path / "trace.jsonl"
+    given = {"replicas": 3, "blocks": 20, "tensor_parallel": 1, "trace": path}
+    result = kvcore.simulate_cluster(ZIPF, fail="replica=1,at=0.3,for=0.1", **given)
+    summary, run = result.summary(), recorded_run(path)
+    assert result.retried
+    for name in ("requests", "completed", "rejected", "hit", "evicted_blocks", "preemptions"):
+        assert getattr(run, name) == summary[name]
+    for name in ("ttft_s", "tpot_s", "e2e_s", "simulated_s", "goodput"):
+        assert getattr(run, name) == summary[name]
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"router": "round-robin"}, {"router": "round-robin"}),
+        ({"replicas": 5}, {"replicas": 5}),
+        ({"replicas": TWO_SIZES}, {"replicas": TWO_SIZES}),
+        ({"fail": "none"}, {"fail": ()}),
+        ({"fail": "replica=0,at=0.1"}, {"fail": "replica=0,at=0.1"}),
+        ({"view": "index"}, {"view": "index"}),
+        ({"autoscale": "throughput", "fail": "none"}, {"autoscale": "throughput", "fail": ()}),
+        ({"eviction": "fifo", "blocks": 16}, {"eviction": "fifo", "blocks": 16}),
+    ],
+)  # fmt: skip
+def test_with_options_it_is_a_run_with_these(tmp_path, asked, same):
+    """A run with other options is, line by line, one that was recorded with them."""
+    path, again = record(tmp_path / "trace.jsonl"), tmp_path / "again.jsonl"
+    whatif(path, export=again, **asked)
+    assert again.read_bytes() == record(tmp_path / "same.jsonl", **same).read_bytes()
+
+
+def test_a_server_becomes_a_cluster(tmp_path):
+    """The requests of one server can be run again by several of its kind."""
+    path, again = tmp_path / "one.jsonl", tmp_path / "again.jsonl"
+    kvcore.simulate("zipf:requests=40,rate=50", blocks=100, trace=path)
+    found = whatif(path, replicas=2, router="least-requests", export=again)
+    report = check_trace(again)
+    assert [part["routed"] > 0 for part in report.replicas] == [True, True]
+    assert found.rerun.config["replicas"] == 2
+    assert found.recorded.config["replicas"] == 1
+
+
+def test_a_router_alone_makes_no_cluster(tmp_path):
+    """To ask for a router of one server is refused, with what to give too."""
+    path = tmp_path / "one.jsonl"
+    kvcore.simulate("zipf:requests=5", blocks=100, trace=path)
+    with pytest.raises(InputError, match="give --replicas too"):
+        whatif(path, router="round-robin")
+
+
+def test_a_header_without_routing_is_refused(tmp_path):
+    """What does not say how it was routed cannot be run again."""
+    path = record(tmp_path / "trace.jsonl")
+    events = lines(path)
+    del events[0]["routing"]
+    with pytest.raises(InputError, match="says nothing of the routing"):
+        whatif(seal(path, events))
+
+
+def test_a_damaged_trace_is_not_run_again(tmp_path):
+    """Every line of a cluster is checked before it is compared."""
+    path = record(tmp_path / "trace.jsonl")
+    path.write_bytes(
+        path.read_bytes().replace(b'"FINISH","request":7', b'"FINISH","request":8')
+    )
+    with pytest.raises(TraceError):
+        whatif(path)
+
+
+def test_a_configuration_from_a_trace_makes_the_cluster_again(tmp_path):
+    """`RunConfig.from_trace` has replicas, router, view, failures and planner of the trace."""
+    path = record(tmp_path / "trace.jsonl", replicas=UNLIKE)
+    config = RunConfig.from_trace(path)
+    assert [table["count"] for table in config.replicas] == [2, 1, 1]
+    assert config.replicas[1]["blocks"] == 40
+    assert (config.view, config.fail) == ("exact", ("replica=1,at=0.3,for=0.1",))
+    parts = ClusterParts(config)
+    result = simulate_cluster(parts.workload, **parts.cluster())
+    assert result.stats.hit_blocks == check_trace(path).hit["hit_blocks"]
