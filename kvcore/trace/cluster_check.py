@@ -246,7 +246,9 @@ class ClusterChecker:
         """Record that a request is not expected any more where it was to decode."""
         target = self._dropped.pop(request, None)
         if target is not None:
-            self.replicas[target].life.lifecycles.forget(request)
+            life = self.replicas[target].life
+            life.lifecycles.forget(request)
+            del life.state.requests[request]
 
     def _route(
         self, event: events.Route, request: events.Request, replica: CheckedReplica

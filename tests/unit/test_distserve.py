@@ -124,7 +124,10 @@ def attained(rate, prefill, decode, count=2000):
     )
     log = result.log
     ttft = [first - came for first, came in zip(log.first_token, log.arrival, strict=True)]
-    fast = sum(each <= 200 * 10**6 for each in ttft), sum(each <= 100 * MS for each in log.tpot())
+    fast = (
+        sum(each <= 200 * 10**6 for each in ttft),
+        sum(each <= 100 * MS for each in log.tpot()),
+    )
     return [each / count for each in fast]
 
 
