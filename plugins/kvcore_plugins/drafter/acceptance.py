@@ -16,7 +16,6 @@ from kvcore.serving import StepWork
 from kvcore.serving.acceptance import read_acceptance
 from kvcore.serving.drafter import HeadCost, ModelCost
 
-
 KEPT = 4096
 """Requests whose last digest is kept."""
 
