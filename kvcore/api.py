@@ -97,6 +97,7 @@ class ClusterOptions(ServingOptions, total=False):
     view: str
     fail: str | Sequence[str]
     autoscale: str | None
+    disaggregate: str | None
 
 
 class EngineOptions(ServingOptions, total=False):

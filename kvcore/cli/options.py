@@ -43,6 +43,7 @@ METAVARS = {
     "view": "VIEW",
     "fail": "FAILURE",
     "autoscale": "PLANNER",
+    "disaggregate": "POOLS",
     **dict.fromkeys(KINDS, "PLUGIN"),
 }
 
@@ -209,7 +210,9 @@ part_options = all_of(
 )
 """The options of the part of a workload that is read."""
 
-cluster_options = all_of(*map(shared, ("replicas", "router", "view", "fail", "autoscale")))
+cluster_options = all_of(
+    *map(shared, ("replicas", "router", "view", "fail", "autoscale", "disaggregate"))
+)
 """The options of several servers that share the requests."""
 
 traffic_options = all_of(*map(shared, ("rate_scale", "slo", "seed")), config_option)

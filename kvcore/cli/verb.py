@@ -157,7 +157,7 @@ HEADINGS = {
         *("eviction", "scheduler", "prefix", "retention", "budget", "latency", "drafter"),
         "seed",
     ),
-    "Cluster": ("replicas", "router", "routers", "view", "fail", "autoscale"),
+    "Cluster": ("replicas", "router", "routers", "view", "fail", "autoscale", "disaggregate"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
     "Output": (
         *("residency", "trace", "out", "live", "csv", "step_times", "acceptance", "export"),

@@ -8,14 +8,14 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
-this order: replicas that fail, then return; decisions of a planner; requests, in the order
-of the workload; ends of steps, by their picosecond and the number of the replica; requests
-that these ends have brought about; and plans of next steps, likewise.
+this order: replicas that fail, then return; decisions of a planner; K/V that has moved
+between replicas; requests, in the order of the workload; ends of steps, by their picosecond
+and the number of the replica; requests that these ends have brought about; and plans of next
+steps, likewise.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +25,7 @@ import attrs
 from kvcore.cluster.autoscale import Autoscaler
 from kvcore.cluster.planner import Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
-from kvcore.cluster.router import Dispatcher, PrefixView, Router
+from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.loop import NEVER, Arrivals
@@ -34,7 +34,7 @@ from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 if TYPE_CHECKING:
     from kvcore.trace.cluster import ClusterTrace
 
-FAIL, RETURN, PLAN, ARRIVAL, END, BEGIN = range(6)
+FAIL, RETURN, PLAN, MOVED, ARRIVAL, END, BEGIN = range(7)
 """What happens at a time, in the order in which it happens."""
 
 
@@ -112,6 +112,7 @@ class Cluster:
     Attributes:
         servers: the replicas.
         dispatcher: the router, and what it sees.
+        scalers: what starts and stops replicas, for each pool.
         refused: requests that the router turned away, with their time of arrival and why.
         retried: how often a request was served again since its replica failed.
     """
@@ -131,25 +132,29 @@ class Cluster:
         self._arrivals = arrivals
         self._trace = trace
         self._now = 0
-        # Nobody listens where the router does not ask.
-        self._telling = view.wants_events and router.uses_hits
         self._heap: list[tuple[int, int, int, int, int]] = []
         # Requests that wait for a replica that is up.
-        self._held: deque[tuple[int, Request]] = deque()
+        self._held: list[tuple[int, Request]] = []
         self.refused: list[tuple[int, Request, str]] = []
         self.retried = 0
         self.servers = [self._server(number, start) for number, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
-        self.dispatcher = Dispatcher(router, replicas, view)
+        # Nobody listens where no router asks.
+        self._telling = self._connect(replicas, router, view)
+        # Whether what ends at one replica brings something about at another.
+        self._chained = False
         self._returns = 0
-        self.scaler: Autoscaler | None = None
-        up = len(self.servers)
+        # Of each replica that a planner starts and stops.
+        self._scaler_of: dict[int, Autoscaler] = {}
+        self.scalers = [] if planner is None else self._scaled(planner, slo)
+        for scaler in self.scalers:
+            self._scaler_of |= dict.fromkeys(scaler.numbers, scaler)
+        for server in self.servers:
+            own = self._scaler_of.get(server.number)
+            if own is None or server.number in own.members:
+                self._join(server, 0)
         if planner is not None:
-            self.scaler = Autoscaler(planner, self.servers, slo)
-            up = self.scaler.first
-            self._plan_at(self.scaler.interval)
-        for server in self.servers[:up]:
-            self._join(server, 0)
+            self._plan_at(self.scalers[0].interval)
         self._fail_at = NEVER
         if failures and planner is not None:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
@@ -166,13 +171,7 @@ class Cluster:
             PolicyError: a plugin failed, or a scheduler lets nothing run.
         """
         heap, arrivals, servers = self._heap, self._arrivals, self.servers
-        does = {
-            FAIL: self._fail,
-            RETURN: self._return,
-            PLAN: self._plan,
-            END: self._end,
-            BEGIN: self._begin,
-        }
+        does = self._handlers()
         while True:
             at = arrivals.next_at
             if heap and heap[0] < (at, ARRIVAL):
@@ -189,26 +188,65 @@ class Cluster:
                 break
         self._check_all_served()
         arrivals.check_all_came()
-        if self.scaler is not None:
-            self.scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
+        for scaler in self.scalers:
+            scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
         if self._trace is not None:
             self._trace.flush(NEVER)
+
+    def _handlers(self) -> dict[int, Callable[[Server, int], None]]:
+        """Return what handles the events of the heap."""
+        return {
+            FAIL: self._fail,
+            RETURN: self._return,
+            PLAN: self._plan,
+            END: self._end,
+            BEGIN: self._begin,
+        }
+
+    def _connect(self, replicas: list[Replica], router: Router, view: PrefixView) -> bool:
+        """Build what routes to `replicas`; return whether these must tell what they store."""
+        self.dispatcher = Dispatcher(router, replicas, view)
+        return view.wants_events and router.uses_hits
+
+    def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
+        """Return what starts and stops the replicas of each pool."""
+        return [Autoscaler(planner, self.servers, slo)]
+
+    def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
+        """Return what routes to a replica, and how it sees that."""
+        return self.dispatcher, self.dispatcher.replicas[server.number]
 
     def _server(self, number: int, start: Start) -> Server:
         server: Server
 
         def on_first_token(request: Request, now: int) -> None:
-            self.dispatcher.first_token(request, self.dispatcher.replicas[number], now)
+            dispatcher, replica = self._seen(server)
+            dispatcher.first_token(request, replica, now)
 
         def on_ended(request: Request, now: int) -> None:
             del server.sent[request.id]
-            self.dispatcher.ended(request, self.dispatcher.replicas[number], now)
-            if self.scaler is not None:
-                self.scaler.ended(request.prompt_tokens)
-            self._arrivals.ended(request, now)
+            dispatcher, replica = self._seen(server)
+            dispatcher.ended(request, replica, now)
+            if number in self._scaler_of:
+                self._scaler_of[number].ended(request.prompt_tokens)
+            self._ended(server, request, now)
 
         server = Server(number, lambda: start(on_first_token, on_ended))
         return server
+
+    def _ended(self, server: Server, request: Request, now: int) -> None:
+        """Called when a replica has ended a request: others of its session may come."""
+        del server
+        self._arrivals.ended(request, now)
+
+    def _touch(self, server: Server, now: int) -> None:
+        """Let a replica see what comes at `now`: cut its jump short, or let it plan."""
+        if server.busy:
+            end_ps = server.loop.interrupt(now)
+            if end_ps is not None:
+                self._schedule(END, server, end_ps)
+        else:
+            self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
 
     def _schedule(self, kind: int, server: Server, at_ps: int) -> None:
         """Let the turn of a replica begin or end at that time, and no other."""
@@ -233,7 +271,10 @@ class Cluster:
         loop.wake(now)
         server.busy = loop.begin()
         if server.busy:
-            self._schedule(END, server, loop.due(self._horizon(), telling=self._telling))
+            self._schedule(END, server, loop.due(self._horizon, telling=self._telling))
+            return
+        if server.draining is not None and not server.sent:
+            self._stop(server, now)
             return
         wake = loop.idle_until()
         if wake < NEVER:
@@ -243,7 +284,7 @@ class Cluster:
         """Return the time (ns) before which no request comes to any replica, nor a failure."""
         at = min(self._arrivals.next_at, self._fail_at)
         # A request that ends may bring about the next of its session.
-        if self._heap and (self._arrivals.following or self._returns):
+        if self._heap and (self._chained or self._arrivals.following or self._returns):
             at = min(at, self._heap[0][0])
         return at
 
@@ -264,15 +305,10 @@ class Cluster:
         if self._trace is not None:
             self._trace.route(now, request, replica.number, replica.hit_tokens)
         server.sent[request.id] = arrival, request
-        if self.scaler is not None:
-            self.scaler.sent(request.prompt_tokens)
+        if server.number in self._scaler_of:
+            self._scaler_of[server.number].sent(request.prompt_tokens)
         server.loop.inbox.put(request, now, arrival)
-        if server.busy:
-            end_ps = server.loop.interrupt(now)
-            if end_ps is not None:
-                self._schedule(END, server, end_ps)
-        else:
-            self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
+        self._touch(server, now)
 
     def _clock(self) -> int:
         """Return when (ns) a request was routed last."""
@@ -298,9 +334,9 @@ class Cluster:
         """FAIL: a replica loses its K/V; its requests are served again elsewhere."""
         failure = self._failures.pop()
         self._next_failure()
-        replica = self.dispatcher.replicas[server.number]
+        dispatcher, replica = self._seen(server)
         if server.busy:
-            server.loop.interrupt(now)
+            server.loop.break_off(now)
         if self._trace is not None:
             self._trace.fail(now, server.number)
         lost = list(server.sent.values())
@@ -309,14 +345,19 @@ class Cluster:
         server.restart()
         self._leave(server, now)
         for _, request in lost:
-            self.dispatcher.ended(request, replica, now)
+            dispatcher.ended(request, replica, now)
         if failure.duration is not None:
             self._returns += 1
             due = now + failure.duration
             heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
         self.retried += len(lost)
         for arrival, request in lost:
-            self._route(request, now, arrival)
+            self._serve_again(server, request, now, arrival)
+
+    def _serve_again(self, server: Server, request: Request, now: int, arrival: int) -> None:
+        """Send a request elsewhere that `server` has lost."""
+        del server
+        self._route(request, now, arrival)
 
     def _return(self, server: Server, now: int) -> None:
         """RETURN: a replica is up, or up again, with an empty cache."""
@@ -324,37 +365,36 @@ class Cluster:
         if self._trace is not None:
             self._trace.rejoin(now, server.number)
         self._join(server, now)
-        while self._held:
-            arrival, request = self._held.popleft()
+        held, self._held = self._held, []
+        for arrival, request in held:
             self._route(request, now, arrival)
 
     def _join(self, server: Server, now: int) -> None:
         """Let a replica be sent requests."""
-        replica = self.dispatcher.replicas[server.number]
+        dispatcher, replica = self._seen(server)
         server.up = True
         server.loop.wake(now)
         server.loop.rejoin(replica, self._clock)
         if self._telling:
-            self.dispatcher.view.connect(server.number, server.loop.cache)
-        self.dispatcher.joined(replica, now)
+            dispatcher.view.connect(server.number, server.loop.cache)
+        dispatcher.joined(replica, now)
 
     def _leave(self, server: Server, now: int) -> None:
         """Let a replica be sent no more requests."""
         server.up = False
-        self.dispatcher.left(self.dispatcher.replicas[server.number], now)
+        dispatcher, replica = self._seen(server)
+        dispatcher.left(replica, now)
 
     def _plan_at(self, at: int) -> None:
         heappush(self._heap, (at, PLAN, at * PS_PER_NS, 0, 0))
 
     def _plan(self, _: Server, now: int) -> None:
         """PLAN: start and stop replicas as the planner wants it."""
-        scaler = self.scaler
-        assert scaler is not None
-        for change in scaler.decide(now):
+        for change in [change for scaler in self.scalers for change in scaler.decide(now)]:
             server = self.servers[change.replica]
             if change.up:
                 self._returns += 1
-                due = now + scaler.start_up
+                due = now + self.scalers[0].start_up
                 heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
                 continue
             self._leave(server, now)
@@ -363,12 +403,11 @@ class Cluster:
             if not server.sent:
                 self._stop(server, now)
         if self._arrivals.next_at < NEVER or any(server.sent for server in self.servers):
-            self._plan_at(now + scaler.interval)
+            self._plan_at(now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:
         """Stop a replica that is sent no more requests and has none: its K/V is lost."""
-        assert self.scaler is not None
-        self.scaler.stopped(server, now)
+        self._scaler_of[server.number].stopped(server, now)
         if self._trace is not None:
             self._trace.fail(now, server.number)
         server.draining = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from kvcore.cluster.autoscale import Change
 from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
+from kvcore.serving.drafter import DraftStats
 from kvcore.serving.loop import RunLog
 from kvcore.serving.result import (
     SCHEMA,
@@ -33,6 +34,10 @@ COLUMNS = (
     *("swaps", "pauses", "recomputes", "verdict"),
 )
 """The columns of a log that are arrays."""
+
+
+def _column() -> array[int]:
+    return array("q")
 
 
 @attrs.frozen
@@ -57,6 +62,48 @@ class Share:
         return cls(max(amounts) / mean, deviation / mean)
 
 
+@attrs.define
+class Transfers:
+    """What was moved, a row a request, in the order in which it had come.
+
+    Attributes:
+        ids: of the requests.
+        source, target: replicas.
+        ended, opened, done: when its prefill had ended, when the decode replica had its
+            blocks, and when the K/V was there, ns.
+        blocks, reused, size: blocks moved, those that were there already, and bytes moved.
+    """
+
+    ids: list[int | str] = attrs.field(factory=list)
+    source: array[int] = attrs.field(factory=_column)
+    target: array[int] = attrs.field(factory=_column)
+    ended: array[int] = attrs.field(factory=_column)
+    opened: array[int] = attrs.field(factory=_column)
+    done: array[int] = attrs.field(factory=_column)
+    blocks: array[int] = attrs.field(factory=_column)
+    reused: array[int] = attrs.field(factory=_column)
+    size: array[int] = attrs.field(factory=_column)
+
+
+@attrs.frozen
+class Phases:
+    """What came of split phases.
+
+    Attributes:
+        split: how they were split, as text.
+        pools: the replicas of each pool.
+        transfers: what was moved.
+        links: for how many ns each link was held: of a replica, `out` or `into` it.
+        moved_bytes: all bytes moved, those for requests that were lost then too.
+    """
+
+    split: str
+    pools: Mapping[str, Sequence[int]]
+    transfers: Transfers
+    links: Mapping[str, int]
+    moved_bytes: int
+
+
 @attrs.frozen(slots=False, eq=False)
 class ClusterResult(Outcome):
     """The result of a cluster. What one server has too is called as in its `Result`.
@@ -71,6 +118,7 @@ class ClusterResult(Outcome):
         changes: what a planner decided, in order.
         rented_ns: for how long replicas were up, start up or end their last requests, in sum;
             None: without a planner all are up.
+        phases: of split phases, the pools, and what was moved between them.
     """
 
     replica: Sequence[int]
@@ -80,6 +128,7 @@ class ClusterResult(Outcome):
     wall_s: float = 0.0
     changes: Sequence[Change] = ()
     rented_ns: int | None = None
+    phases: Phases | None = None
 
     @cached_property
     def stats(self) -> CacheStats:
@@ -108,7 +157,7 @@ class ClusterResult(Outcome):
         ]
         came = self.log.arrival
         span = max(came, default=0) - min(came, default=0)
-        if not span:
+        if not span or self.log.drafts is not None:
             return None
         return sum((load or 0) * time for load, time in spans) / (span * len(self.lives))
 
@@ -180,6 +229,35 @@ class ClusterResult(Outcome):
                 for name, share in shares.items()
             },
             "replicas": [self._replica(number) for number in range(len(self.lives))],
+            **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
+            **({} if self.phases is None else {"phases": self._phases(self.phases)}),
+        }
+
+    def _phases(self, phases: Phases) -> dict[str, Any]:
+        """Return the numbers of split phases."""
+        span = self.simulated_s
+        rows, links = phases.transfers, phases.links
+        waits = [done - ended for done, ended in zip(rows.done, rows.ended, strict=True)]
+        busy = [ns / NS_PER_S / span if span else None for ns in links.values()]
+        pools = {
+            name: {
+                "replicas": len(numbers),
+                "requests": sum(self.served[number] for number in numbers),
+                "busy": sum(self.busy_s[number] for number in numbers) / span / len(numbers)
+                if span and numbers
+                else None,
+            }
+            for name, numbers in phases.pools.items()
+        }
+        return {
+            "split": phases.split,
+            "transfers": len(rows.ids),
+            "moved_blocks": sum(rows.blocks),
+            "reused_blocks": sum(rows.reused),
+            "moved_bytes": phases.moved_bytes,
+            "gap_s": sum(waits) / len(waits) / NS_PER_S if waits else None,
+            "links": dict(zip(links, busy, strict=True)),
+            "pools": pools,
         }
 
     def _replica(self, number: int) -> dict[str, Any]:
@@ -218,12 +296,12 @@ class ClusterResult(Outcome):
 
 
 def merge_logs(
-    logs: Sequence[tuple[int, RunLog]], cluster: Cluster, slo: SLO | None
+    logs: Sequence[tuple[int, RunLog, Collection[int]]], cluster: Cluster, slo: SLO | None
 ) -> tuple[RunLog, list[int]]:
     """Return the rows of all replicas in one log, by when they ended, and their replicas.
 
     Args:
-        logs: each with the number of its replica.
+        logs: each with the number of its replica, and the rows that are not of its own.
         cluster: for the requests that its router turned away.
         slo: what is expected for requests that bring no SLO of their own.
     """
@@ -231,15 +309,16 @@ def merge_logs(
     for arrival, request, why in cluster.refused:
         job = Job(request, 0, arrival, DecodeSteps(), 0, request.slo or slo)
         turned_away.rejected(job, why)
-    logs = [*logs, (-1, turned_away)]
+    logs = [*logs, (-1, turned_away, ())]
     order = sorted(
         (max(log.finish[row], log.arrival[row]), place, row)
-        for place, (_, log) in enumerate(logs)
+        for place, (_, log, handed) in enumerate(logs)
         for row in range(len(log.ids))
+        if row not in handed
     )
-    merged = RunLog(sum(log.pool.blocks for _, log in logs), slo)
+    merged = RunLog(sum(log.pool.blocks for _, log, _ in logs), slo)
     for name in COLUMNS:
-        columns = [getattr(log, name) for _, log in logs]
+        columns = [getattr(log, name) for _, log, _ in logs]
         kind = getattr(merged, name).typecode
         setattr(merged, name, array(kind, [columns[place][row] for _, place, row in order]))
     merged.ids = [logs[place][1].ids[row] for _, place, row in order]
@@ -247,9 +326,11 @@ def merge_logs(
     for at, (_, place, row) in enumerate(order):
         if row in logs[place][1].reasons:
             merged.reasons[at] = logs[place][1].reasons[row]
-    for _, log in logs:
+    for _, log, _ in logs:
         merged.itl.merge(log.itl)
         merged.steps += log.steps
         merged.busy_ps += log.busy_ps
         merged.own_slos += log.own_slos
+        if log.drafts is not None:
+            merged.drafts = (merged.drafts or DraftStats()).plus(log.drafts)
     return merged, [logs[place][0] for _, place, _ in order]

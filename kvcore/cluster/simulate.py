@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
+from kvcore.cluster.phases import PhaseCluster, PhaseLoop
 from kvcore.cluster.planner import Planner
-from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
 from kvcore.cluster.result import ClusterResult, merge_logs
 from kvcore.cluster.router import PrefixView, Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.simulate import check_cache
 from kvcore.trace.cluster import ClusterTrace
+from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys
 
 ReplicaParts = Callable[[Recorder | None], Mapping[str, Any]]
@@ -36,6 +40,7 @@ def simulate_cluster(
     rate_scale: float = 1.0,
     failures: Iterable[Failure] = (),
     planner: Planner | None = None,
+    phases: Mapping[str, Any] | None = None,
     residency: bool = True,
     trace: ClusterTrace | None = None,
     header: Mapping[str, Any] | None = None,
@@ -53,6 +58,7 @@ def simulate_cluster(
         rate_scale: how many times as fast open-loop requests arrive.
         failures: replicas that fail, and return.
         planner: starts and stops replicas; None: all are up.
+        phases: what `PhaseCluster` is given besides; None: each replica does all.
         residency: whether to measure how long blocks rest.
         trace: where every decision is written.
         header: more fields for the header of the trace.
@@ -73,7 +79,11 @@ def simulate_cluster(
             cache: KVCache = made["cache"]
             check_cache(cache, "simulate")
             made["latency"].bind()
-            loop = ReplicaLoop(
+            drafter = made.get("drafter")
+            kind: type[ReplicaLoop] = ReplicaLoop if drafter is None else SpeculativeReplica
+            if phases is not None:
+                kind = PhaseLoop
+            loop = kind(
                 cache,
                 made["scheduler"],
                 made["latency"],
@@ -81,13 +91,14 @@ def simulate_cluster(
                 slo=slo,
                 on_first_token=on_first_token,
                 on_ended=on_ended,
+                drafter=drafter,
             )
             if recorder is not None:
                 record_run(
                     recorder,
                     workload,
                     made["scheduler"],
-                    SimulatedExecutor(made["latency"]),
+                    loop.executor,
                     made["batching"],
                     rate_scale=rate_scale,
                     slo=slo,
@@ -98,7 +109,8 @@ def simulate_cluster(
 
         return start
 
-    cluster = Cluster(
+    made = Cluster if phases is None else partial(PhaseCluster, **phases)
+    cluster = made(
         Arrivals(check_keys(workload), rate_scale),
         [starts(number, parts) for number, parts in enumerate(replicas)],
         router,
@@ -114,9 +126,12 @@ def simulate_cluster(
             "view": str(view),
             "fail": [str(each) for each in failures],
         }
-        if cluster.scaler is not None:
-            routing |= {"autoscale": describe(cluster.scaler.planner)}
-            routing |= {"up": cluster.scaler.first}
+        if phases is not None:
+            routing |= {"disaggregate": str(phases["split"])}
+            routing |= {"block_bytes": phases["block_bytes"]}
+        if planner is not None:
+            up = [server.number for server in cluster.servers if server.up]
+            routing |= {"autoscale": describe(planner), "up": up}
         trace.begin(describe(router), routing=routing, **(header or {}))
     begun = perf_counter()
     cluster.run()
@@ -128,9 +143,16 @@ def simulate_cluster(
         ]
         for server in cluster.servers
     ]
-    logs = [(server.number, loop.log) for server in cluster.servers for loop in server.lives]
+    logs = [
+        (server.number, loop.log, loop.handed)
+        for server in cluster.servers
+        for loop in server.lives
+    ]
     log, places = merge_logs(logs, cluster, slo)
-    scaler = cluster.scaler
+    changes = sorted(
+        chain.from_iterable(scaler.changes for scaler in cluster.scalers),
+        key=attrgetter("at", "replica"),
+    )
     return ClusterResult(
         log,
         places,
@@ -138,9 +160,18 @@ def simulate_cluster(
         router,
         cluster.retried,
         wall_s,
-        () if scaler is None else scaler.changes,
-        None if scaler is None else scaler.rented,
+        changes,
+        None if planner is None else _rented(cluster),
+        cluster.figures() if isinstance(cluster, PhaseCluster) else None,
     )
+
+
+def _rented(cluster: Cluster) -> int:
+    """Return for how many ns replicas were up, those that no planner stops to the end."""
+    scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
+    end = max(server.loop.clock_ps for server in cluster.servers) // PS_PER_NS
+    always = sum(server.number not in scaled for server in cluster.servers)
+    return sum(scaler.rented for scaler in cluster.scalers) + always * end
 
 
 def check_block_sizes(caches: Iterable[KVCache]) -> None:

@@ -10,6 +10,7 @@ import attrs
 
 from kvcore.cache import Recorder
 from kvcore.cluster import Failure, PrefixView, Router, parse_view
+from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
@@ -50,8 +51,8 @@ class ClusterParts(RunParts):
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
         with self._about("drafter"):
-            if config.drafter is not None:
-                msg = "replicas decode without one: leave it out"
+            if config.drafter is not None and config.disaggregate is not None:
+                msg = "replicas with split phases decode without one: leave it out"
                 raise InputError(msg)
         self.groups = self._grouped()
         with self._about("replicas"):
@@ -59,11 +60,19 @@ class ClusterParts(RunParts):
                 msg = f"more than {MOST_REPLICAS:,} are too many"
                 raise InputError(msg)
         self.members = [parts for count, parts in self.groups for _ in range(count)]
+        with self._about("disaggregate"):
+            if self.split is not None and self.split.replicas != len(self.members):
+                msg = (
+                    f"{self.split.replicas} replicas are in its pools, but replicas gives "
+                    f"{len(self.members)}: give as many, or leave replicas out"
+                )
+                raise InputError(msg)
+            _ = self.phases()
 
     def _grouped(self) -> list[tuple[int, RunParts]]:
         """Return the numbers of replicas that are alike, and their parts."""
         groups: list[tuple[int, RunParts]] = []
-        alone = {"replicas": 1, "fail": ()}
+        alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
         for count, own in self.tables:
             # Whichever says how large the pool is, replaces the other.
             sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
@@ -77,6 +86,8 @@ class ClusterParts(RunParts):
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
         """The numbers of replicas that are alike, and options of their own, as asked for."""
         given = self.config.replicas
+        if given == 1 and self.split is not None:
+            given = self.split.replicas
         if isinstance(given, int):
             return [(given, {})]
         return [
@@ -101,6 +112,30 @@ class ClusterParts(RunParts):
             text = self.config.autoscale
             return None if text is None else parse_planner(text)
 
+    @cached_property
+    def split(self) -> Split | None:
+        """How the phases are split, if they are."""
+        with self._about("disaggregate"):
+            text = self.config.disaggregate
+            return None if text is None else Split.parse(text)
+
+    def phases(self) -> dict[str, Any] | None:
+        """Build what `PhaseCluster` is given besides for one run, if phases are split."""
+        split = self.split
+        if split is None:
+            return None
+        sizes = {parts.deployment.bytes_per_block for parts in self.members}
+        if len(sizes) > 1:
+            msg = f"replicas have blocks of {sorted(sizes)} bytes: give all the same K/V"
+            raise InputError(msg)
+        return {
+            "split": split,
+            "decode_router": self.plugins.build("router", split.router, self._defaults()),
+            "decode_view": self.view(),
+            "block_bytes": sizes.pop(),
+            "layers": self.model.layers,
+        }
+
     def router(self) -> Router:
         """Build the router for one run."""
         return cast("Router", self.built("router"))
@@ -123,6 +158,7 @@ class ClusterParts(RunParts):
             "block_size": self.geometry.block_size,
             "view": self.config.view,
             "fail": [str(each) for each in self.failures],
+            **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
 
     def cluster(self, trace: Trace | None = None) -> dict[str, Any]:
@@ -136,6 +172,7 @@ class ClusterParts(RunParts):
             "rate_scale": self.config.rate_scale,
             "failures": self.failures,
             "planner": self.planner(),
+            "phases": self.phases(),
             "trace": merged,
         }
 

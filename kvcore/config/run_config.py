@@ -112,8 +112,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "blocks", "memory", "eviction", "prefix"),
-    *("retention", "tier", "latency", "scheduler", "max_tokens", "max_seqs", "steps"),
-    *("chunked", "watermark"),
+    *("retention", "tier", "latency", "scheduler", "drafter", "max_tokens", "max_seqs"),
+    *("steps", "chunked", "watermark"),
 )
 """Options that servers of a cluster may have of their own."""
 
@@ -173,6 +173,8 @@ class RunConfig:
             their caches: `index`, `events` or `exact`, with options.
         autoscale: a planner that starts and stops servers, `throughput` or `load`, with
             options; None: all are up.
+        disaggregate: servers that prefill, and others that decode, as text such as
+            `prefill=4,decode=2,bandwidth=50GB/s`; None: each does both.
         fail: servers that fail, as texts such as `replica=3,at=600,for=120`.
         seed: of plugins with an option `seed` that is not set; None: their own default.
         dtype: in which a run on tensors computes K/V, and keeps it without a codec.
@@ -257,6 +259,11 @@ class RunConfig:
         None,
         "Planner that starts and stops servers, such as throughput:interval=60,least=2, or "
         "load; --replicas is the most that there can be.",
+    )
+    disaggregate: str | None = _option(
+        None,
+        "Servers that prefill, and others that decode, such as "
+        "prefill=4,decode=2,bandwidth=50GB/s,latency=10us,overlap=layers.",
     )
     seed: int | None = _option(0, "Seed of plugins that draw random numbers.")
     scheduler: PluginChoice = _option(
@@ -346,7 +353,8 @@ class RunConfig:
     @property
     def is_cluster(self) -> bool:
         """Whether several servers share the requests, or one that differs, fails or stops."""
-        return self.replicas != 1 or bool(self.fail) or self.autoscale is not None
+        alone = self.replicas == 1 and not self.fail
+        return not alone or self.autoscale is not None or self.disaggregate is not None
 
     @property
     def batching(self) -> Batching:

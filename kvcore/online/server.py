@@ -479,16 +479,16 @@ class Server:
         out: web.StreamResponse = self._web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        await out.prepare(http)
 
-        async def send(document: Mapping[str, Any]) -> None:
+        async def send(data: bytes) -> None:
             async with asyncio.timeout(self.config.client_timeout):
-                await out.write(b"data: " + orjson.dumps(document) + b"\n\n")
+                await out.write(b"data: " + data + b"\n\n")
 
         try:
+            await out.prepare(http)
             async for document in self._chunks(call, head, first, parts):
-                await send(document)
-            await out.write(b"data: [DONE]\n\n")
+                await send(orjson.dumps(document))
+            await send(b"[DONE]")
         except (TimeoutError, ConnectionError):
             # Too slow, or gone: the request ends with its generator.
             if http.transport is not None:

@@ -191,6 +191,8 @@ class Batcher:
             request that is yet to come, before those of jobs.
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last new token: many are a livelock.
+        moved: asked of each job that has its blocks whether its K/V comes from another
+            server, as it does then; None: of none.
         batching, server: as given.
     """
 
@@ -224,6 +226,7 @@ class Batcher:
         self.loads: list[tuple[int, int, Job | None, Load]] = []
         self.blocked_job: Job | None = None
         self.without_progress = 0
+        self.moved: Callable[[Job, int], bool] | None = None
         self._cache = cache
         self._tiers = cache.tiers
         self._scheduler = scheduler
@@ -318,15 +321,32 @@ class Batcher:
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 
-    def abort(self, job: Job, now: int) -> None:
-        """Take a job that prefills or decodes off the server, with all that it holds."""
-        self._leave_batch(job)
-        job.stage = DONE
-        self._allocator.close(job, now)
+    def abort(self, job: Job, now: int) -> bool:
+        """Take `job` off the server before its end, with all that it holds.
+
+        Return False if that has to wait: a transfer still writes into its blocks, or it has
+        been preempted and has none, and ends when it is admitted again.
+        """
+        if job.stage == LOADING or (job.stage == WAITING and job.admitted is not None):
+            return False
+        trace, seq = self._cache.trace, job.seq
+        if job.stage in (WAITING, PAUSED):
+            self.waiting.remove(job, now)
+            self.paused.pop(job, None)
+        else:
+            self._leave_batch(job)
+        if trace is not None and seq is not None:
+            if job.stage == PAUSED:
+                trace.resume(now, request=job.request.id, seq=seq.id)
+            trace.finish(now, request=job.request.id, seq=seq.id, output=job.generated)
+        job.output_tokens, job.stage = job.generated, DONE
+        if seq is not None:
+            self._allocator.close(job, now)
+            if self._finished is not None:
+                self._call("finished", self._finished, job, now)
         self.blocked_job = None
         self.changed = True
-        if self._finished is not None:
-            self._call("finished", self._finished, job, now)
+        return True
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
@@ -496,6 +516,9 @@ class Batcher:
         first = job.admitted is None
         if first:
             job.admitted, job.hit = now, seq.computed
+        if self.moved is not None and self.moved(job, now):
+            job.stage = LOADING
+            return True
         if self._tiers is not None:
             load = self._tiers.load(seq, now, self.server.prefill_ns, resumed=not first)
             if load is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
@@ -430,6 +430,18 @@ class ServingLoop:
         else:
             self._decode_steps()
 
+    def abort(self, job: Job, why: str) -> bool:
+        """End `job` before its time, between two turns; return False if that has to wait."""
+        now = self.clock_ps // PS_PER_NS
+        if not self.batcher.abort(job, now):
+            return False
+        if job.seq is None:
+            self._reject(job, why, now)
+        else:
+            self.log.ended(job, now)
+            self._arrivals.ended(job.request, now)
+        return True
+
     def fragmentation(self) -> Fragmentation | None:
         """Return what the memory was used for; None, since this loop does not measure it."""
         return None
@@ -448,8 +460,11 @@ class ServingLoop:
             at, request = arrivals.take()
             self._arrive(request, at, at)
 
-    def _arrive(self, request: Request, now: int, arrival: int) -> Job:
-        """Queue a request that its client sent at `arrival` (ns), or reject it."""
+    def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
+        """Queue a request that its client sent at `arrival` (ns), or reject it.
+
+        `known` is what its job is from the start, where another server has begun with it.
+        """
         self._serial += 1
         job = Job(
             request,
@@ -459,6 +474,7 @@ class ServingLoop:
             request.prompt_tokens,
             request.slo or self.log.slo,
             output_tokens=request.output_tokens,
+            **known,
         )
         if self._cache.trace is not None:
             self._cache.announce(request, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from math import ceil
 from random import Random
 from typing import ClassVar
 
@@ -27,11 +28,13 @@ class Routing:
         request: the id of the request.
         replica: where it was sent; None: it was refused.
         up: the replicas that were up.
+        loads: requests in flight of each replica that was up, with this one.
     """
 
     request: int
     replica: int | None
     up: tuple[int, ...]
+    loads: tuple[int, ...]
 
 
 class RouterTests:
@@ -46,9 +49,15 @@ class RouterTests:
     The tests route random requests, some of one session, some with a prefix of others', to six
     replicas that take their time, fail and return. The router sees its own index of what it
     sent where.
+
+    Attributes:
+        draws: whether the ids of requests decide, as seeds of draws.
+        bound: how many times the mean of requests in flight a replica may get; None: any.
     """
 
     router: ClassVar[Callable[[], Router]]
+    draws: bool = False
+    bound: float | None = None
 
     def make(self) -> Router:
         """Return a new router."""
@@ -88,6 +97,24 @@ class RouterTests:
         assert first == second
         half = list(drive(self.make(), requests[: _REQUESTS // 2]))
         assert first[: len(half)] == half
+
+    @_seeds
+    def test_ids_of_requests_say_nothing(self, seed: int) -> None:
+        """Requests with other ids are routed alike, unless `draws`."""
+        requests = _stream(seed)
+        renamed = [attrs.evolve(each, id=f"request {each.id}") for each in requests]
+        first, second = (list(drive(self.make(), each)) for each in (requests, renamed))
+        assert self.draws or first == second
+
+    @_seeds
+    def test_loads_stay_within_the_bound(self, seed: int) -> None:
+        """A replica that gets a request has at most `bound` times the mean, rounded up."""
+        if self.bound is None:
+            return
+        for each in drive(self.make(), _stream(seed), faults=seed):
+            if each.replica is not None:
+                most = ceil(self.bound * sum(each.loads) / len(each.up))
+                assert each.loads[each.up.index(each.replica)] <= most
 
     @_seeds
     def test_one_replica_gets_all(self, seed: int) -> None:
@@ -151,7 +178,8 @@ def drive(
         up = tuple(replica.number for replica in dispatcher.up)
         chosen = dispatcher.route(request, now)
         assert min(min(_counts(replica)) for replica in seen) >= 0
-        yield Routing(serial, None if chosen is None else chosen.number, up)
+        loads = tuple(replica.requests for replica in dispatcher.up)
+        yield Routing(serial, None if chosen is None else chosen.number, up, loads)
         if chosen is not None:
             flying[request.id] = chosen
             lasts = Random(serial).randint(10**6, 10**10)  # noqa: S311

@@ -150,10 +150,13 @@ class ClusterTrace:
         """Write REQUEST."""
         self.put(self._trace.request_line(request, now))
 
-    def route(self, now: int, request: Request, replica: int, hit_tokens: int) -> None:
+    def route(
+        self, now: int, request: Request, replica: int, hit_tokens: int, leg: str = ""
+    ) -> None:
         """Write ROUTE: `request` is sent to `replica`, which is thought to have so much."""
         line = {"n": 0, "t": now, "event": "ROUTE", "request": request.id, "replica": replica}
-        self.put(line | ({"tokens": hit_tokens} if hit_tokens else {}))
+        line |= {"tokens": hit_tokens} if hit_tokens else {}
+        self.put(line | ({"leg": leg} if leg else {}))
 
     def refuse(self, now: int, request: Request, why: str) -> None:
         """Write REJECT: no replica got `request`."""
@@ -170,3 +173,18 @@ class ClusterTrace:
     def rejoin(self, now: int, replica: int) -> None:
         """Write RETURN: `replica` is up again, with an empty cache."""
         self.put({"n": 0, "t": now, "replica": replica, "event": "RETURN"})
+
+    def transfer(
+        self,
+        now: int,
+        request: Request,
+        source: int,
+        target: int,
+        blocks: int,
+        size: int,
+        done: int,
+    ) -> None:
+        """Write TRANSFER: K/V of `request` begins to move, and can be used at `done` (ns)."""
+        line = {"n": 0, "t": now, "event": "TRANSFER", "request": request.id}
+        line |= {"source": source, "target": target, "blocks": blocks}
+        self.put(line | {"bytes": size, "done": done})

@@ -15,6 +15,7 @@ CONFIGURATIONS = [
     "session:bound=2,points=3",
     "prefix-affinity",
     "prefix-affinity:tolerance=0",
+    "prefix-affinity:bound=1",
     "dynamo",
     "dynamo:temperature=0.5,delta=1,load_weight=2",
     "llm-d",
@@ -26,8 +27,10 @@ CONFIGURATIONS = [
     "mooncake",
     "mooncake:reject=true",
     "preble",
-    "preble:window=1,imbalance=2",
+    "preble:window=1,imbalance=2,warm=0",
 ]
+DRAWS = {"random", "power-of-two", "prefix-affinity", "dynamo", "llm-d", "loadaware"}
+BOUNDS = {"session": 1.25, "session:bound=2,points=3": 2.0, "prefix-affinity:bound=1": 1.0}
 
 
 def test_every_router_is_here():
@@ -41,6 +44,8 @@ class TestBuiltIn(RouterTests):
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
     def _configured(self, request):
         self.spec = request.param
+        self.draws = self.spec.partition(":")[0] in DRAWS
+        self.bound = BOUNDS.get(self.spec)
 
     def make(self):
         """Build it."""

@@ -13,6 +13,7 @@ from helpers.serving import BLOCK, SLOT, Bent, Even
 from kvcore import KVCache, Router, Trace
 from kvcore import simulate_cluster as simulate_recorded
 from kvcore.cluster import Failure, parse_view, simulate_cluster
+from kvcore.cluster.phases import Split
 from kvcore.serving import Batching
 from kvcore.tiers import Tiers
 from kvcore.trace.cluster import ClusterTrace
@@ -96,12 +97,27 @@ def serve_cluster(
     retention=None,
     trace=True,
     rate_scale=1.0,
+    split=None,
+    decode_router=None,
+    layers=4,
     **batching,
 ):
     """Serve `requests` with alike replicas; check that nothing is lost.
 
-    `view` is a view or its text; `failures` are texts or failures; a block has 64 bytes.
+    `view` is a view or its text, `scheduler` a name or what makes one; `failures` are texts
+    or failures; a block has 64 bytes. `split` is the text of split phases.
     """
+    phases = None
+    if split is not None:
+        pools = Split.parse(split)
+        replicas = pools.replicas
+        phases = {
+            "split": pools,
+            "decode_router": Longest() if decode_router is None else decode_router,
+            "decode_view": parse_view(view),
+            "block_bytes": SLOT,
+            "layers": layers,
+        }
     out = BytesIO()
     merged = ClusterTrace(Trace(out, mode="model")) if trace else None
 
@@ -119,7 +135,7 @@ def serve_cluster(
             Tiers(cache, tiers, SLOT)
         return {
             "cache": cache,
-            "scheduler": scheduler_of(scheduler),
+            "scheduler": scheduler() if callable(scheduler) else scheduler_of(scheduler),
             "latency": latency(),
             "batching": Batching(**{"watermark": 0} | batching),
         }
@@ -131,12 +147,14 @@ def serve_cluster(
         parse_view(view) if isinstance(view, str) else view,
         failures=[Failure.parse(each) if isinstance(each, str) else each for each in failures],
         rate_scale=rate_scale,
+        phases=phases,
         trace=merged,
     )
     if merged is not None:
         merged._trace.close()
     for lives in result.lives:
-        for life in lives:
+        # Blocks of growth that is only counted are nobody's when a replica fails.
+        for life in lives if trace else lives[-1:]:
             life.cache.check_integrity()
         last = lives[-1].cache
         assert not last.sequences

@@ -139,8 +139,7 @@ def response_of_shortest_queue(load, most=24):
         moves += [((m - 1, n), 1)] if m else []
         moves += [((m, n - 1), 1)] if n else []
         for after, speed in moves:
-            after = tuple(sorted(after))
-            into[after].append(((m, n), speed))
+            into[min(after), max(after)].append(((m, n), speed))
             leaving[m, n] += speed
     share = dict.fromkeys(states, 1.0)
     for _ in range(400):

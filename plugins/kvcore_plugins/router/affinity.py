@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import ClassVar
 
 import attrs
@@ -16,10 +17,12 @@ class PrefixAffinity(Router):
     """Send a request to the least loaded of the replicas that hit about the most. O(replicas).
 
     About the most is a share of the prompt that is at most `tolerance` below the largest.
-    With 0 a prefix that many requests share stays on one replica, however loaded it is.
+    With 0 a prefix that many requests share stays on one replica, however loaded it is, but
+    for a bound: then a replica with that many times the mean of requests in flight is left out.
 
     Options:
         tolerance: share of the prompt, from 0 to 1.
+        bound: how many times the mean a replica may have, 1 or more; 0: any number.
         seed: number from which draws among equals are derived.
 
     Source: ELDR, whose tolerance is 0.1, as surveys give it.
@@ -28,21 +31,29 @@ class PrefixAffinity(Router):
     name: ClassVar[str] = "prefix-affinity"
 
     tolerance: float = 0.1
+    bound: float = 0.0
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            InputError: a tolerance that is no share.
+            InputError: a tolerance that is no share, or a bound below the mean.
         """
         if not 0 <= self.tolerance <= 1:
             msg = f"router 'prefix-affinity': tolerance={self.tolerance}: give 0 to 1"
+            raise InputError(msg)
+        if self.bound and not self.bound >= 1:
+            msg = f"router 'prefix-affinity': bound={self.bound}: give 0, or 1 or more"
             raise InputError(msg)
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the one with the fewest requests of those that hit about the most."""
         del now
+        if self.bound:
+            flying = sum(replica.requests for replica in replicas)
+            most = ceil(self.bound * (flying + 1) / len(replicas))
+            replicas = [replica for replica in replicas if replica.requests < most]
         best = max(replica.hit_tokens for replica in replicas)
         enough = best - self.tolerance * request.prompt_tokens
         near = [replica for replica in replicas if replica.hit_tokens >= enough]

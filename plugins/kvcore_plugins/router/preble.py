@@ -17,25 +17,29 @@ class Preble(Router):
     """Follow a prompt that hits more than it misses; else spread the work. O(replicas).
 
     A request of which no more has to be computed than hits goes to the replica with the
-    longest match, of several to the one with the least work, unless that has `imbalance`
-    times the work of another. Every other request goes where the least work is: the seconds
-    of prefill that were sent there within the window, and what is in flight, times the
-    output of a request and the time of a token.
+    longest match, of several to the one with the least work. Once `warm` requests for each
+    replica were routed, it may not have more than `imbalance` times the work of another.
+    Every other request goes where the least work is: the seconds of prefill that were sent
+    there within the window, and what is in flight, times the output of a request and the
+    time of a token.
 
     Options:
         window: seconds for which work counts.
         imbalance: how many times the work of another a replica may have.
+        warm: requests for each replica, before which no imbalance is looked at.
         output_tokens, token_seconds: of a request in flight, as they are taken to be.
 
     Source: Srivatsa et al., Preble: Efficient Distributed Prompt Scheduling for LLM Serving,
-    2024 (E2), and WukLab/preble, multi_node/global_scheduler_with_time.py. The replication of
-    prefixes, which that has commented out, is left out.
+    2024 (E2), and WukLab/preble, global_scheduler_with_time.py, May 2024. That moves prefixes
+    from a loaded GPU to an idle one, and copies one whose TTFT has doubled; here the requests
+    of a loaded replica go where the least work is, and leave a copy of the prefix there.
     """
 
     name: ClassVar[str] = "preble"
 
     window: float = 180.0
-    imbalance: float = 15.0
+    imbalance: float = 1.5
+    warm: int = 50
     output_tokens: float = 45.0
     token_seconds: float = 0.15
 
@@ -60,7 +64,9 @@ class Preble(Router):
             replicas, key=lambda each: (-each.hit_tokens, work[each.number], each.number)
         )
         hit, least = best.hit_tokens, work[idlest.number]
-        overloaded = work[best.number] > self.imbalance * least > 0
+        overloaded = work[best.number] > self.imbalance * least and sum(
+            replica.routed for replica in replicas
+        ) >= self.warm * len(replicas)
         exploits = hit > 0 and request.prompt_tokens - hit <= hit and not overloaded
         return best if exploits else idlest
 

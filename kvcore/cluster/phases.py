@@ -1,0 +1,643 @@
+"""Split phases: prefill and decode on replicas of their own, between which K/V moves.
+
+A request is prefilled by a replica of one pool, which gives its first token and keeps its
+blocks, and goes on at a replica of another:
+
+    prefill   ARRIVAL -> route -> chunk 1, chunk 2, ... first token | holds its blocks |
+    link                                 [ K/V of 1 ][ K/V of 2 ]---------------------
+    decode              route -> blocks allocated, LOADING .................. | MOVED, decode
+
+Only full blocks that the decode replica lacks are moved, and the last one. Its K/V is there
+when the last of its transfers is; then the prefill replica lets go of its blocks, which stay
+cached there. A replica that is preempted for want of blocks while it decodes computes its
+text again by itself, as vLLM's decode instances do, so no decode ever waits for a prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from kvcore.cluster.autoscale import Autoscaler
+from kvcore.cluster.cluster import MOVED, Cluster
+from kvcore.cluster.planner import Phase, Planner
+from kvcore.cluster.replica import ReplicaLoop, Server
+from kvcore.cluster.result import Phases, Transfers
+from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
+from kvcore.errors import InputError
+from kvcore.plugins.options import nearest
+from kvcore.request import SLO, Request
+from kvcore.serving.scheduler import DECODE, Job
+from kvcore.tiers.tier import Link
+from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
+
+POOLS = ("prefill", "decode", "mixed")
+"""What replicas of a cluster with split phases do, in the order of their numbers."""
+
+FULL = 0.9
+"""Share of its blocks in use from which on a replica is full, and another is borrowed."""
+
+
+def _rate(text: str) -> int:
+    """Return bytes a second from text such as `50GB/s`."""
+    return parse_bytes(text.removesuffix("/s"))
+
+
+def _overlap(text: str) -> str:
+    if text not in ("layers", "whole"):
+        msg = f"{text!r}: give layers or whole"
+        raise InputError(msg)
+    return text
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    **{pool: lambda text: parse_whole(text, 0) for pool in POOLS},
+    "bandwidth": _rate,
+    "latency": parse_seconds,
+    "overlap": _overlap,
+    "router": str,
+    "queue": lambda text: parse_whole(text, 1),
+}
+
+
+@attrs.frozen
+class Split:
+    """How the phases are split, and what K/V moves over.
+
+    Attributes:
+        prefill, decode, mixed: replicas of each pool; they are numbered in this order.
+        bandwidth: bytes a second of the link out of each prefill replica, and of that into
+            each decode replica. A transfer holds both.
+        latency: ns from the end of a transfer to when its data can be used.
+        overlap: `layers`: K/V moves layer by layer while the rest is computed; `whole`: all
+            after the prefill.
+        router: the router of the decode pool, as text.
+        queue: prompt tokens that wait at every prefill replica from which on a replica of
+            the mixed pool is borrowed.
+    """
+
+    prefill: int
+    decode: int
+    mixed: int = 0
+    bandwidth: int = 50_000_000_000
+    latency: int = 10_000
+    overlap: Literal["layers", "whole"] = "layers"
+    router: str = "least-requests"
+    queue: int = 8192
+
+    def __attrs_post_init__(self) -> None:
+        """Check the numbers."""
+        if self.prefill < 1 or self.decode < 1 or self.bandwidth < 1:
+            msg = f"{self}: give 1 or more replicas of prefill and of decode, and a bandwidth"
+            raise InputError(msg)
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """Read text such as `prefill=4,decode=2,bandwidth=50GB/s,latency=10us`.
+
+        Raises:
+            InputError: another name, a value that cannot be, or a pool without replicas.
+        """
+        given: dict[str, Any] = {}
+        for piece in text.split(","):
+            name, equals, value = piece.partition("=")
+            if not equals or name not in _READERS or name in given:
+                known = ", ".join(_READERS)
+                msg = f"{piece!r}{nearest(name, _READERS)}: write one of {known}, = and a value"
+                raise InputError(msg)
+            try:
+                given[name] = _READERS[name](value)
+            except InputError as error:
+                msg = f"{name}={value}: {error}"
+                raise InputError(msg) from error
+        if not {"prefill", "decode"} <= given.keys():
+            msg = f"{text!r}: give how many replicas do what, such as prefill=4,decode=2"
+            raise InputError(msg)
+        return cls(**given)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of all pools."""
+        return self.prefill + self.decode + self.mixed
+
+    def pool(self, replica: int) -> str:
+        """Return the pool of the replica of that number."""
+        if replica < self.prefill:
+            return "prefill"
+        return "decode" if replica < self.prefill + self.decode else "mixed"
+
+    def __str__(self) -> str:
+        """Return the split as `parse` reads it."""
+        seconds = f"{self.latency / NS_PER_S:.9f}".rstrip("0").rstrip(".")
+        fields = attrs.asdict(self) | {
+            "bandwidth": f"{self.bandwidth}B",
+            "latency": f"{seconds}s",
+        }
+        return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+REJECTED = "rejected"
+"""In place of why no replica decodes a request: the one that was to has rejected it."""
+
+
+class Borrow(Router):
+    """Picks the mixed replica with the fewest prompt tokens waiting, then the emptiest.
+
+    That is how Splitwise borrows machines (Patel et al., ISCA 2024).
+    """
+
+    name: ClassVar[str] = "borrow"
+    uses_hits: ClassVar[bool] = False
+
+    def cost(self, request: Request, replica: Replica) -> float:
+        """Return the prompt tokens that wait, and the share of the memory in use below that."""
+        del request
+        return replica.waiting_tokens + min(replica.usage, 0.999)
+
+
+@attrs.define(eq=False)
+class Move:
+    """A request between its two replicas, and the transfers of its K/V.
+
+    Times are nanoseconds, -1 where there is none yet.
+
+    Attributes:
+        request, arrival: the request, and when it came.
+        serial: order in which requests were routed.
+        source: where it is prefilled.
+        job: its job there, once that has begun.
+        held: whether that has its first token, and keeps its blocks.
+        target: where it decodes, once that is known.
+        there: its job there, once that has its blocks.
+        first, sent: block positions from which on and up to which K/V has been moved.
+        opened: when `there` got its blocks.
+        ready: when what was sent can be used.
+        size: bytes moved.
+        refused: why no replica decodes it; "" if one does.
+        over: whether it has gone on, or was given up.
+    """
+
+    request: Request
+    arrival: int
+    serial: int
+    source: Server
+    job: Job | None = None
+    held: bool = False
+    target: Server | None = None
+    there: Job | None = None
+    first: int = 0
+    sent: int = 0
+    opened: int = -1
+    ready: int = -1
+    size: int = 0
+    refused: str = ""
+    over: bool = False
+
+
+class PhaseLoop(ReplicaLoop):
+    """The loop of a replica that may hand requests over, or be handed them.
+
+    Attributes:
+        phases: the cluster; set before it begins.
+        outgoing: requests that go on elsewhere after their prefill here, by id.
+        incoming: those that have been prefilled elsewhere, or are.
+        moved: those of them whose K/V has come since the last turn.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.phases: PhaseCluster | None = None
+        self.outgoing: dict[int | str, Move] = {}
+        self.incoming: dict[int | str, Move] = {}
+        self.moved: list[Move] = []
+        self.batcher.moved = self._opened
+
+    def begin(self) -> bool:
+        """Let decode what has come, and begin a turn; tell of prefills that begin."""
+        for move in self.moved:
+            self._join(move)
+        self.moved.clear()
+        begun = super().begin()
+        for job, move in self._leaving():
+            if move.job is not job:
+                move.job = job
+                self._cluster.begun(move, self.clock_ps // PS_PER_NS)
+        return begun
+
+    def release(self, move: Move, now: int) -> None:
+        """Let go of the blocks of a request whose K/V has been moved, or goes nowhere."""
+        job = move.job
+        assert job is not None
+        del self.outgoing[move.request.id]
+        self.batcher.running[job] = None
+        super()._finish([job], now)
+        self.handed.add(len(self.log.ids) - 1)
+        self.log.own_slos -= job.request.slo is not None
+
+    def drop(self, move: Move, now: int) -> None:
+        """Forget a request whose K/V will not come."""
+        batcher, job = self.batcher, move.there
+        del self.incoming[move.request.id]
+        if job is not None:
+            self.allocator.close(job, now)
+            del batcher.running[job]
+        elif not self.inbox.remove(move.request.id):
+            waiting = (each for each in batcher.waiting if each.request.id == move.request.id)
+            batcher.waiting.remove(next(waiting), now)
+        batcher.blocked_job, batcher.changed = None, True
+
+    @property
+    def _cluster(self) -> PhaseCluster:
+        assert self.phases is not None
+        return self.phases
+
+    def _leaving(self) -> Iterator[tuple[Job, Move]]:
+        """Yield the jobs of this step that go on elsewhere."""
+        if self.outgoing:
+            for job, _ in self.batcher.chunks:
+                move = self.outgoing.get(job.request.id)
+                if move is not None:
+                    yield job, move
+
+    def _take_arrivals(self, now: int) -> None:
+        inbox = self.inbox
+        while inbox.next_at <= now:
+            sent, arrival, request = inbox.take_sent()
+            move = self.incoming.get(request.id)
+            if move is None:
+                self._arrive(request, sent, arrival)
+                continue
+            before = move.job
+            assert before is not None
+            self._cache.adopt(request)
+            known = ("admitted", "hit", "loaded", "pauses", "recomputes", "swaps")
+            names = {name: getattr(before, name) for name in known}
+            self._arrive(request, sent, arrival, **names)
+
+    def _opened(self, job: Job, now: int) -> bool:
+        """Ask for the K/V of a job that has its blocks; False: it is computed here."""
+        move = self.incoming.get(job.request.id)
+        if move is None:
+            return False
+        move.there = job
+        self._cluster.opened(move, now)
+        return True
+
+    def _join(self, move: Move) -> None:
+        """Let a job decode whose K/V has come."""
+        job, before, now = move.there, move.job, self.clock_ps // PS_PER_NS
+        assert job is not None
+        assert before is not None
+        assert job.seq is not None
+        job.first_token, job.last_token_ps = before.first_token, before.last_token_ps
+        job.loaded, job.pauses, job.recomputes = before.loaded, before.pauses, before.recomputes
+        self._cache.commit(job.seq, job.target - job.computed, now)
+        job.computed = job.target
+        job.stage = DECODE
+        self.batch.add(job, 1)
+        self.batcher.computed()
+
+    def _prefill_step(self) -> None:
+        begun, leaving = self.clock_ps // PS_PER_NS, list(self._leaving())
+        super()._prefill_step()
+        for _, move in leaving:
+            self._cluster.computed(move, begun, self.clock_ps // PS_PER_NS)
+
+    def _finish(self, jobs: list[Job], now: int) -> None:
+        stay = []
+        for job in jobs:
+            move = self.outgoing.get(job.request.id)
+            if move is None:
+                stay.append(job)
+            else:
+                move.held = True
+                del self.batcher.running[job]
+        if stay:
+            super()._finish(stay, now)
+
+
+class PhaseCluster(Cluster):
+    """Serves requests with replicas that prefill, and others that decode.
+
+    Args:
+        split: the pools, and the links between them.
+        decode_router, decode_view: the router of the decode pool, and what it sees.
+        block_bytes: bytes of a block in all layers.
+        layers: of the model.
+        others: as for `Cluster`; its router is that of the prefill pool.
+
+    Attributes:
+        pools: what routes to each pool, by its name.
+        links: of each replica: K/V out of it is read, K/V into it written.
+        transfers: what was moved.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        split: Split,
+        decode_router: Router,
+        decode_view: PrefixView,
+        block_bytes: int,
+        layers: int,
+        **options: Any,
+    ) -> None:
+        self.split = split
+        self.transfers = Transfers()
+        self._decode = decode_router, decode_view
+        self._block_bytes, self._layers = block_bytes, layers
+        self._moves: dict[int | str, Move] = {}
+        self._arriving: list[tuple[int, int, Move]] = []
+        self._stalled: list[Move] = []
+        self._serial = 0
+        rate, seconds = split.bandwidth, split.latency / NS_PER_S
+        self.out = [Link(rate, rate, seconds) for _ in range(split.replicas)]
+        self.into = [Link(rate, rate, seconds) for _ in range(split.replicas)]
+        super().__init__(*args, **options)
+        self._chained = True
+
+    def _handlers(self) -> dict[int, Callable[[Server, int], None]]:
+        return {**super()._handlers(), MOVED: self._moved}
+
+    def _connect(self, replicas: list[Replica], router: Router, view: PrefixView) -> bool:
+        self.pools: dict[str, Dispatcher] = {}
+        routers = (router, view), self._decode, (Borrow(), PrefixView())
+        for name, (each, sees) in zip(POOLS, routers, strict=True):
+            own = [one for one in replicas if self.split.pool(one.number) == name]
+            self.pools[name] = Dispatcher(each, own, sees)
+        self.dispatcher = self.pools["prefill"]
+        self._replicas = replicas
+        return any(d.view.wants_events and d.router.uses_hits for d in self.pools.values())
+
+    def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
+        """Return what starts and stops prefill and decode replicas; mixed ones are all up."""
+        phases: tuple[Phase, Phase] = ("prefill", "decode")
+        return [
+            Autoscaler(
+                type(planner)(**planner.options()),
+                [each for each in self.servers if self.split.pool(each.number) == phase],
+                slo,
+                phase,
+            )
+            for phase in phases
+        ]
+
+    def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
+        number = server.number
+        return self.pools[self.split.pool(number)], self._replicas[number]
+
+    def _join(self, server: Server, now: int) -> None:
+        super()._join(server, now)
+        assert isinstance(server.loop, PhaseLoop)
+        server.loop.phases = self
+
+    def _return(self, server: Server, now: int) -> None:
+        super()._return(server, now)
+        stalled, self._stalled = self._stalled, []
+        for move in stalled:
+            if not move.over:
+                self._send(move, now)
+
+    def _ended(self, server: Server, request: Request, now: int) -> None:
+        move = self._moves.get(request.id)
+        if move is None:
+            super()._ended(server, request, now)
+        elif not move.over:
+            # Rejected at either end.
+            if move.target is server:
+                del _loop(server).incoming[request.id]
+                move.target, move.refused = None, REJECTED
+                if move.held:
+                    self._touch(move.source, now)
+                self._give_up(move, now)
+            else:
+                del self._moves[request.id], _loop(server).outgoing[request.id]
+                move.over = True
+            super()._ended(server, request, now)
+
+    def _route(self, request: Request, now: int, arrival: int) -> None:
+        """ARRIVAL: send a request to a replica that prefills, or that does both."""
+        name = "prefill"
+        pool, mixed = self.pools["prefill"], self.pools["mixed"]
+        least = min((each.waiting_tokens for each in pool.up), default=None)
+        if mixed.up and (
+            least is None
+            or (
+                least >= self.split.queue
+                and min(each.waiting_tokens for each in mixed.up) < least
+            )
+        ):
+            pool, name = mixed, "mixed"
+        if not pool.up:
+            if self._returns:
+                self._held.append((arrival, request))
+            else:
+                self._refuse(request, now, arrival, "all replicas that prefill have failed")
+            return
+        splits = name == "prefill" and request.output_tokens > 1
+        leg = "prefill" if splits else ""
+        server = self._dispatch(pool, request, now, arrival, leg)
+        if server is None:
+            self._refuse(request, now, arrival, "the router refused it")
+            return
+        sent = request
+        if splits:
+            self._serial += 1
+            move = Move(request, arrival, self._serial, server)
+            self._moves[request.id] = _loop(server).outgoing[request.id] = move
+            sent = attrs.evolve(request, output_tokens=1, output_keys=())
+        server.loop.inbox.put(sent, now, arrival)
+        self._touch(server, now)
+
+    def _dispatch(
+        self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str
+    ) -> Server | None:
+        """Ask the router of a pool; return the replica, or None if it refuses."""
+        replica = pool.route(request, now)
+        if replica is None:
+            return None
+        server = self.servers[replica.number]
+        server.sent[request.id] = arrival, request
+        if server.number in self._scaler_of:
+            self._scaler_of[server.number].sent(request.prompt_tokens)
+        if self._trace is not None:
+            self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
+        return server
+
+    def _send(self, move: Move, now: int) -> None:
+        """Send a request to a replica that decodes, which asks for its K/V when it has room."""
+        pool, mixed = self.pools["decode"], self.pools["mixed"]
+        if mixed.up and all(each.usage >= FULL for each in pool.up):
+            emptiest = min(mixed.up, key=lambda each: each.usage)
+            if not pool.up or emptiest.usage < FULL:
+                pool = mixed
+        if not pool.up and self._returns:
+            self._stalled.append(move)
+            return
+        move.target = None
+        if pool.up:
+            move.target = self._dispatch(pool, move.request, now, move.arrival, "decode")
+        if move.target is None:
+            move.refused = (
+                "the router refused it" if pool.up else "all replicas that decode have failed"
+            )
+            self._give_up(move, now)
+            return
+        replica = self._replicas[move.target.number]
+        # Its prompt is not computed there.
+        pool.first_token(move.request, replica, now)
+        loop = _loop(move.target)
+        loop.incoming[move.request.id] = move
+        loop.inbox.put(move.request, now, move.arrival)
+        self._touch(move.target, now)
+
+    def _give_up(self, move: Move, now: int) -> None:
+        """Refuse a request that no replica decodes, once its prefill has ended."""
+        if move.held:
+            move.over = True
+            self._release(move, now)
+            if move.refused != REJECTED:
+                self._refuse(move.request, now, move.arrival, move.refused)
+
+    def _release(self, move: Move, now: int) -> None:
+        """Let the prefill replica go on without a request, if it holds it."""
+        _loop(move.source).release(move, now)
+        del self._moves[move.request.id]
+
+    def figures(self) -> Phases:
+        """Return what came of it."""
+        numbers = range(self.split.replicas)
+        pools = {
+            name: [each for each in numbers if self.split.pool(each) == name] for name in POOLS
+        }
+        links = {
+            f"{way} {number}": link.busy_ns
+            for way, all_ in (("out", self.out), ("into", self.into))
+            for number, link in enumerate(all_)
+            if link.read_bytes or link.written_bytes
+        }
+        moved = sum(link.written_bytes for link in self.into)
+        return Phases(str(self.split), pools, self.transfers, links, moved)
+
+    def begun(self, move: Move, now: int) -> None:
+        """Called when the prefill of a request begins, also after a preemption."""
+        if move.target is None and not move.refused and self.split.overlap == "layers":
+            self._send(move, now)
+
+    def opened(self, move: Move, now: int) -> None:
+        """Called when the decode replica has the blocks of a request."""
+        assert move.there is not None
+        assert move.there.seq is not None
+        move.opened, move.first = now, move.there.seq.hit_blocks
+        move.sent = move.first
+        self._transfer(move, now, now)
+
+    def computed(self, move: Move, begun: int, now: int) -> None:
+        """Called when a step of its prefill, from `begun` to `now` (ns), has ended."""
+        if move.refused:
+            self._give_up(move, now)
+        elif move.there is not None:
+            # The K/V of a layer moves while the next is computed.
+            layer = (now - begun) // self._layers
+            self._transfer(move, max(begun + layer, move.opened), now)
+        elif move.held and move.target is None and move not in self._stalled:
+            self._send(move, now)
+
+    def _transfer(self, move: Move, begun: int, now: int) -> None:
+        """Queue what is computed and has not been sent; it may move from `begun` (ns) on."""
+        job, there, source, target = move.job, move.there, move.source, move.target
+        assert job is not None
+        assert there is not None
+        assert there.seq is not None
+        assert target is not None
+        size = source.loop.cache.geometry.block_size
+        upto = there.seq.blocks if move.held else job.computed // size
+        blocks = upto - move.sent
+        if blocks > 0:
+            amount = blocks * self._block_bytes
+            out, into = self.out[source.number], self.into[target.number]
+            first = begun + max(out.wait(begun), into.wait(begun))
+            before = into.busy_ns
+            out.load(amount, first)
+            done = into.store(amount, first)
+            if begun < now:
+                # The last layer follows the step.
+                last = -(-(into.busy_ns - before) // self._layers)
+                done = max(done, now + last + self.split.latency)
+            move.ready = max(move.ready, done)
+            move.size += amount
+            move.sent = upto
+            if self._trace is not None:
+                self._trace.transfer(
+                    now, move.request, source.number, target.number, blocks, amount, done
+                )
+        if move.held:
+            due = max(move.ready, now)
+            heappush(self._arriving, (due, move.serial, move))
+            heappush(self._heap, (due, MOVED, due * PS_PER_NS, target.number, 0))
+
+    def _moved(self, _: Server, now: int) -> None:
+        """MOVED: all K/V of a request is there; the prefill replica lets go of its blocks."""
+        while self._arriving and self._arriving[0][0] <= now:
+            _, _, move = heappop(self._arriving)
+            job, target = move.job, move.target
+            if move.over or target is None or move.there is None:
+                continue
+            assert job is not None
+            assert job.first_token is not None
+            self._touch(move.source, now)
+            self._touch(target, now)
+            move.over = True
+            self._release(move, now)
+            loop = _loop(target)
+            del loop.incoming[move.request.id]
+            loop.moved.append(move)
+            rows = self.transfers
+            rows.ids.append(move.request.id)
+            rows.source.append(move.source.number)
+            rows.target.append(target.number)
+            rows.ended.append(job.first_token)
+            rows.opened.append(move.opened)
+            rows.done.append(now)
+            rows.blocks.append(move.sent - move.first)
+            rows.reused.append(move.first)
+            rows.size.append(move.size)
+
+    def _serve_again(self, server: Server, request: Request, now: int, arrival: int) -> None:
+        """Send a request elsewhere that `server` has lost.
+
+        If that was to decode it and has no K/V yet, its prefill replica sends it to another.
+        """
+        move = self._moves.get(request.id)
+        if move is None:
+            self._route(request, now, arrival)
+        elif move.source is server:
+            del self._moves[request.id]
+            move.over = True
+            target = move.target
+            if target is not None:
+                self._touch(target, now)
+                _loop(target).drop(move, now)
+                del target.sent[request.id]
+                dispatcher, replica = self._seen(target)
+                dispatcher.ended(request, replica, now)
+            self._route(request, now, arrival)
+        else:
+            # What is in the heap is of a transfer that ends nowhere.
+            self._serial += 1
+            again = attrs.evolve(
+                move, serial=self._serial, target=None, there=None, ready=-1, opened=-1, size=0
+            )
+            move.over = True
+            self._moves[request.id] = _loop(move.source).outgoing[request.id] = again
+            self._send(again, now)
+
+
+def _loop(server: Server) -> PhaseLoop:
+    """Return the loop of a replica of split phases."""
+    loop = server.loop
+    assert isinstance(loop, PhaseLoop)
+    return loop

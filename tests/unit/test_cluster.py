@@ -1,0 +1,326 @@
+"""Clusters: failures, routers that err, the order of simultaneous events, views in text."""
+
+from typing import ClassVar
+
+import attrs
+import pytest
+from helpers.clusters import Longest, Lot, serve_cluster
+from helpers.serving import BLOCK, ask
+
+from kvcore import SLO, InputError, PolicyError, Router, Scheduler
+from kvcore.cluster import Failure, parse_view
+from kvcore.cluster.views import ExactView, SentIndex
+from kvcore.serving import StepPlan
+from kvcore.units import NS_PER_S
+
+
+@attrs.define(eq=False)
+class Answers(Router):
+    """Answers with what a function returns."""
+
+    name: ClassVar[str] = "answers"
+    answer: object = None
+
+    def route(self, request, replicas, now):
+        """Return it."""
+        return self.answer(request, replicas, now)
+
+
+@attrs.define(eq=False)
+class Closed(Scheduler):
+    """Offers no job a seat."""
+
+    name: ClassVar[str] = "closed"
+
+    def priority(self, job, now):
+        """Return any number."""
+        del job, now
+        return 0
+
+    def plan(self, state):
+        """Return nobody."""
+        del state
+        return StepPlan()
+
+
+def to(number):
+    """Return a router that sends everything to one replica, while that is up."""
+    return Answers(
+        lambda _, replicas, __: min(replicas, key=lambda each: each.number != number)
+    )
+
+
+def shared(name, at=0, count=4, **fields):
+    """Return a request whose `count` blocks all others share."""
+    keys = list(range(count))
+    return ask(name, at, count * BLOCK, keys=keys, **fields)
+
+
+# Failures.
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("replica=3,at=600,for=120", Failure(600 * NS_PER_S, 3, 120 * NS_PER_S)),
+        ("at=5ms,replica=0", Failure(5_000_000, 0)),
+    ],
+)
+def test_a_failure_is_read(text, failure):
+    """Its parts may stand in any order; without `for` it is for good."""
+    assert Failure.parse(text) == failure
+    assert Failure.parse(str(failure)) == failure
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("replica=1", "needs replica=, its number, and at="),
+        ("replica=x,at=1", "needs replica="),
+        ("replica=1,at=1,at=2", "is no failure"),
+        ("replica=1,when=3", "is no failure"),
+        ("replica=1,at=soon", "expected a number of seconds"),
+        ("replica=1,at=1,for=0", "some time to be gone"),
+    ],
+)
+def test_what_is_no_failure(text, why):
+    """The error says what is wrong with it."""
+    with pytest.raises(InputError, match=why):
+        Failure.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("failures", "why"),
+    [
+        (["replica=2,at=1"], "numbered from 0 to 1"),
+        (["replica=1,at=2", "replica=1,at=1"], "failed before"),
+        (["replica=1,at=1,for=2", "replica=1,at=2"], "has not returned by then"),
+        (["replica=1,at=1", "replica=1,at=1"], "failed before"),
+    ],
+)
+def test_failures_that_cannot_be(failures, why):
+    """A replica that is down cannot fail, nor one that there is not."""
+    with pytest.raises(InputError, match=why):
+        serve_cluster([ask(0)], failures=failures)
+
+
+def test_what_a_failed_replica_had_is_served_elsewhere():
+    """Its requests begin again, from their first token on, and keep their arrival."""
+    run = serve_cluster(
+        [ask(0, 5, output=10)], router=to(0), failures=["replica=0,at=40ns,for=10ns"]
+    )
+    columns = run.result.requests
+    assert columns["replica"] == [1]
+    assert columns["arrival_s"] == [5e-9]
+    assert columns["finish_s"] == [140e-9]
+    assert run.result.retried == 1
+    assert [(line["event"], line["t"]) for line in run.lines if "seq" not in line] == [
+        ("REQUEST", 5), ("ROUTE", 5), ("FAIL", 40), ("ROUTE", 40), ("RETURN", 50),
+    ]  # fmt: skip
+
+
+def test_a_replica_returns_with_an_empty_cache():
+    """What was cached before it failed does not hit, and is not thought to."""
+    router = Longest()
+    requests = [shared(0), shared(1, 100), shared(2, 200)]
+    fail = ["replica=0,at=150ns,for=10ns"]
+    run = serve_cluster(requests, 1, router=router, view="exact", failures=fail)
+    assert [hits for [(_, [(_, hits, _)])] in router.saw.values()] == [0, 12, 0]
+    assert run.result.requests["hit_tokens"] == [0, 12, 0]
+
+
+def test_while_all_are_down_requests_wait():
+    """They are routed when the first replica is back, in the order in which they came."""
+    fail = ["replica=0,at=0,for=50ns", "replica=1,at=10ns"]
+    run = serve_cluster([ask(0, 20), ask(1, 30)], failures=fail, router=Lot())
+    assert [(line["t"], line["request"], line["replica"]) for line in run.of("ROUTE")] == [
+        (50, 0, 0), (50, 1, 0),
+    ]  # fmt: skip
+    assert run.result.requests["arrival_s"] == [20e-9, 30e-9]
+
+
+def test_when_none_returns_requests_are_refused():
+    """Those that it had, and those that come: each has a row, and missed its SLO."""
+    requests = [ask(0, 0, output=9, slo=SLO(deadline_ns=10**9)), ask(1, 30)]
+    run = serve_cluster(requests, 1, failures=["replica=0,at=20ns"])
+    assert run.result.requests["reason"] == ["all replicas have failed"] * 2
+    assert run.result.requests["replica"] == [-1, -1]
+    assert run.result.requests["met_slo"] == [False, None]
+    assert [line["request"] for line in run.of("REJECT")] == [0, 1]
+
+
+def test_a_refused_request_ends_its_turn():
+    """What comes after it in its session comes its think time later."""
+    session = {"session": "s"}
+    requests = [ask(0, 5, **session), ask(1, 6, after=0, think_time=7, **session)]
+    router = Answers(lambda request, replicas, _: replicas[0] if request.id else None)
+    run = serve_cluster(requests, router=router)
+    assert [line["t"] for line in run.of("REQUEST")] == [5, 12]
+    assert run.result.requests["reason"] == ["the router refused it", None]
+
+
+# Routers that err.
+
+
+def test_a_router_that_raises():
+    """The error names it, and what it was asked."""
+
+    def fails(*_):
+        msg = "no idea"
+        raise ValueError(msg)
+
+    with pytest.raises(PolicyError, match=r"router plugin 'answers'.*route.*no idea"):
+        serve_cluster([ask(0)], router=Answers(fails))
+
+
+@pytest.mark.parametrize("answer", [0, "replica 0", object()])
+def test_a_router_that_answers_rubbish(answer):
+    """Only a replica will do, or None."""
+    with pytest.raises(PolicyError, match="none of the replicas that are up"):
+        serve_cluster([ask(0)], router=Answers(lambda *_: answer))
+
+
+def test_a_router_that_sends_to_what_is_down():
+    """It must not keep replicas that have left."""
+    kept = []
+
+    def first(_, replicas, __):
+        kept.extend(replicas)
+        return kept[0]
+
+    with pytest.raises(PolicyError, match="none of the replicas that are up"):
+        serve_cluster(
+            [ask(0), ask(1, 50)], router=Answers(first), failures=["replica=0,at=30ns"]
+        )
+
+
+def test_a_router_serves_one_run():
+    """It keeps state, so that a second run takes another one."""
+    router = Lot()
+    serve_cluster([ask(0)], router=router)
+    with pytest.raises(InputError, match="in use already"):
+        serve_cluster([ask(0)], router=router)
+
+
+def test_a_scheduler_that_lets_nothing_run():
+    """The error names the replica."""
+    with pytest.raises(PolicyError, match="of replica 1 leaves 1 requests waiting"):
+        serve_cluster([ask(0)], router=to(1), scheduler=Closed)
+
+
+# Order, usage and hints.
+
+
+def test_the_order_of_events_at_one_time():
+    """A replica fails, another returns, then requests are routed, then steps end."""
+    # At 100 ns replica 0 ends its tenth step, replica 1 fails, and replica 2 returns.
+    requests = [ask(0, 0, output=10), ask(1, 100)]
+    fail = ["replica=2,at=50ns,for=50ns", "replica=1,at=100ns,for=9ns"]
+    seen = []
+
+    def first(request, replicas, _):
+        seen.append((request.id, [(each.number, each.requests) for each in replicas]))
+        return replicas[0]
+
+    run = serve_cluster(requests, 3, router=Answers(first), failures=fail)
+    assert seen == [(0, [(0, 0), (1, 0), (2, 0)]), (1, [(0, 1), (2, 0)])]
+    at_100 = [line["event"] for line in run.lines if line["t"] == 100]
+    assert at_100[:4] == ["FAIL", "RETURN", "REQUEST", "ROUTE"]
+    assert at_100.index("FINISH") > at_100.index("ROUTE")
+
+
+def test_usage_is_that_of_the_moment():
+    """Blocks that a jump takes while it is under way count from their step on."""
+    used = []
+
+    def first(_, replicas, now):
+        used.append((now, round(replicas[0].usage * 10)))
+        return replicas[min(now, 1)]
+
+    # Replica 0 is not touched: 4 tokens, one more each 10 ns, four to a block of ten.
+    requests = [ask(0, 0, 4, 30), *(ask(at, at) for at in (5, 15, 45, 55, 95))]
+    serve_cluster(requests, router=Answers(first), blocks=10)
+    assert used == [(0, 0), (5, 1), (15, 2), (45, 2), (55, 3), (95, 4)]
+
+
+def test_hints_for_prefetches_are_not_followed():
+    """Whom to load for is known when a request is routed, and that is when it comes."""
+    requests = [shared(0), shared(1, 100)]
+    hinted = [
+        attrs.evolve(each, hints=attrs.evolve(each.hints, prefetch=50)) for each in requests
+    ]
+    tiers = ("host:memory=6400",)
+    run = serve_cluster(hinted, 1, tiers=tiers)
+    assert not run.of("PREFETCH")
+    plain = serve_cluster(requests, 1, tiers=tiers)
+    assert [line for line in run.lines if line["event"] != "REQUEST"] == [
+        line for line in plain.lines if line["event"] != "REQUEST"
+    ]
+
+
+# Views in text.
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("index", "index"),
+        ("index:ttl=120s", "index"),
+        ("index:ttl=none,blocks=1M", "index:ttl=none,blocks=1000000"),
+        ("index:ttl=500ms", "index:ttl=0.5"),
+        ("events", "events:delay=0"),
+        ("events:delay=50ms", "events:delay=0.05"),
+        ("exact", "exact"),
+    ],
+)
+def test_views_in_text(text, shown):
+    """What is written into traces is read as the same view."""
+    assert str(parse_view(text)) == shown
+    assert str(parse_view(shown)) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("exakt", r"'exakt' is no view \(did you mean 'exact'\?\); there are: index, events"),
+        ("index,exact", "'index,exact' is no view"),
+        ("exact:delay=1", "view 'exact' has no option 'delay'; its options: none"),
+        ("events:dealy=1", r"no option 'dealy' \(did you mean 'delay'\?\)"),
+        ("events:delay=-1", "option 'delay' of view 'events': time '-1'"),
+        ("index:ttl=0", "option 'ttl' of view 'index'"),
+        ("index:blocks=0", "option 'blocks' of view 'index'"),
+        ("index:blocks=few", "option 'blocks' of view 'index': expected a whole number"),
+        ("index:ttl", "is no option"),
+    ],
+)
+def test_what_is_no_view(text, why):
+    """The error says what there is."""
+    with pytest.raises(InputError, match=why):
+        parse_view(text)
+
+
+def test_what_was_sent_again_lasts_longer():
+    """A time to live counts from the last request that was sent there."""
+    index = SentIndex(ttl=100)
+    index.sent(shared(0), 0, 0)
+    index.sent(shared(1, count=2), 0, 60)
+    assert index.find(shared(2), 99) == {0: 16}
+    assert index.find(shared(3), 100) == {0: 8}
+    assert index.find(shared(4), 160) == {}
+    assert len(index) == 0
+
+
+def test_memory_of_an_index_is_that_of_what_lasts():
+    """One prompt sent a thousand times is one entry for each of its keys, and one record."""
+    index = SentIndex(ttl=None)
+    for number in range(1000):
+        index.sent(shared(number), 0, number)
+    assert len(index) == 4
+    assert len(index._sent) == 1
+
+
+def test_nobody_listens_for_a_router_that_does_not_ask():
+    """Events are not kept where no router looks."""
+    view = ExactView()
+    serve_cluster([shared(0)], router=Lot(), view=view)
+    assert not view._caches

@@ -1,0 +1,496 @@
+"""The built-in routers: each by its formula, and by where it is known to go wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil, exp
+from random import Random
+from typing import ClassVar
+
+import attrs
+import pytest
+from helpers.clusters import serve_cluster
+from helpers.serving import BLOCK, ask
+
+from kvcore import SLO, InputError, LatencyModel, Plugins, Replica, Request, Router
+from kvcore.cluster import Dispatcher, parse_view
+
+NAMES = Plugins().names("router")
+SIZE = 16
+
+
+def build(spec):
+    """Build a router from text."""
+    return Plugins().build("router", spec)
+
+
+def seen(*replicas, usage=None):
+    """Return replicas with these counts; `hit` is what each has of the prompt, in tokens."""
+    hits = {number: each.pop("hit", 0) for number, each in enumerate(replicas)}
+    made = [
+        Replica(number, 1000, SIZE, 64, up=True, **each) for number, each in enumerate(replicas)
+    ]
+    for replica in made:
+        share = 0.0 if usage is None else usage[replica.number]
+        replica.connect(lambda share=share: share, lambda tokens, _: tokens / 1000, hits)
+    return made
+
+
+def joined(router, replicas):
+    """Return `router`, which knows of the replicas."""
+    router = build(router) if isinstance(router, str) else router
+    router.bind()
+    for replica in replicas:
+        router.on_joined(replica, 0)
+    return router
+
+
+def choose(spec, replicas, request=None):
+    """Return the number of the replica that gets a request, of 160 tokens if none is given."""
+    request = prompt(0, 10) if request is None else request
+    return joined(spec, replicas).route(request, replicas, 0).number
+
+
+def prompt(name, blocks, **fields):
+    """Return a request of so many blocks, or of these keys."""
+    keys = [(name, place) for place in range(blocks)] if isinstance(blocks, int) else blocks
+    fields = {"arrival": 0, "output_tokens": 8} | fields
+    return Request(
+        id=name, prompt_tokens=SIZE * len(keys), key_tokens=SIZE, keys=keys, **fields
+    )
+
+
+class Served:
+    """A router at work over `count` replicas, each of which ends what `end` says."""
+
+    def __init__(self, router, count=2):
+        self.replicas = seen(*({} for _ in range(count)))
+        for replica in self.replicas:
+            replica.up = False
+        router = build(router) if isinstance(router, str) else router
+        self.dispatcher = Dispatcher(router, self.replicas, parse_view("index"))
+        for replica in self.replicas:
+            self.dispatcher.joined(replica, 0)
+
+    def send(self, request):
+        """Route a request, and return the replica."""
+        return self.dispatcher.route(request, request.arrival)
+
+    def serve(self, request):
+        """Route a request that ends before the next comes."""
+        replica = self.send(request)
+        self.dispatcher.first_token(request, replica, request.arrival)
+        self.dispatcher.ended(request, replica, request.arrival + 10**8)
+        return replica
+
+    @property
+    def routed(self):
+        """How many requests each replica got, most first."""
+        return sorted((replica.routed for replica in self.replicas), reverse=True)
+
+
+class TestFormulas:
+    """Small cases, worked out by hand."""
+
+    def test_round_robin_goes_around(self):
+        """One after the other, and on where it was when a replica has left."""
+        replicas, router = seen({}, {}, {}), build("round-robin")
+        turns = [router.route(prompt(n, 1), replicas, 0).number for n in range(4)]
+        assert turns == [0, 1, 2, 0]
+        assert router.route(prompt(4, 1), replicas[:2], 0).number == 0
+
+    @pytest.mark.parametrize(
+        ("counts", "chosen"),
+        [
+            ([{"requests": 2}, {"requests": 1, "routed": 9}], 1),
+            ([{"requests": 1, "routed": 3}, {"requests": 1, "routed": 2}], 1),
+            ([{}, {}], 0),
+        ],
+    )
+    def test_least_requests(self, counts, chosen):
+        """The fewest in flight, then the fewest ever sent, then the first."""
+        assert choose("least-requests", seen(*counts)) == chosen
+
+    def test_random_is_even(self):
+        """4,000 draws over 4: each within 5 standard deviations of 1,000."""
+        replicas, router = seen({}, {}, {}, {}), build("random")
+        count = Counter(router.route(prompt(n, 1), replicas, 0).number for n in range(4000))
+        assert all(abs(count[n] - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for n in range(4))
+
+    @pytest.mark.parametrize("name", ["random", "power-of-two", "prefix-affinity", "dynamo"])
+    def test_draws_are_those_of_the_request(self, name):
+        """What was routed before changes none; another seed changes some."""
+        replicas = seen({}, {}, {}, {})
+
+        def drawn(spec, order):
+            router = joined(spec, replicas)
+            return {n: router.route(prompt(n, 1), replicas, 0).number for n in order}
+
+        forth = drawn(name, range(50))
+        assert forth == drawn(name, range(49, -1, -1))
+        assert forth != drawn(f"{name}:seed=1", range(50))
+
+    def test_power_of_two_takes_the_better_of_two(self):
+        """The most loaded never; the k-th most of n is the better one of k - 1 pairs."""
+        replicas = seen(*({"requests": n} for n in range(4)))
+        router, count = build("power-of-two"), Counter()
+        for n in range(6000):
+            count[router.route(prompt(n, 1), replicas, 0).number] += 1
+        for number, pairs in enumerate((3, 2, 1, 0)):
+            assert count[number] == pytest.approx(6000 * pairs / 6, abs=200)
+        assert choose("power-of-two", seen({})) == 0
+
+    def test_prefix_affinity_takes_the_least_loaded_of_the_best(self):
+        """160 tokens, a tenth is 16: 128 is near 144, 112 is not."""
+        counts = [{"hit": 144, "requests": 5}, {"hit": 128, "requests": 3}, {"hit": 112}]
+        assert choose("prefix-affinity", seen(*map(dict, counts))) == 1
+        assert choose("prefix-affinity:tolerance=0", seen(*map(dict, counts))) == 0
+        assert choose("prefix-affinity:tolerance=1", seen(*map(dict, counts))) == 2
+
+    def test_dynamo(self):
+        """10 blocks: 10 + 10 - 6 to prefill and 20 held are 34, against 10 and 25."""
+        replicas = seen(
+            {"hit": 96, "waiting_tokens": 160, "prompt_blocks": 20, "requests": 3},
+            {"prompt_blocks": 25},
+        )
+        costs = [build("dynamo").cost(prompt(0, 10), replica) for replica in replicas]
+        assert costs == [34, 35]
+        assert choose("dynamo", replicas) == 0
+        # Ten blocks more wait there than elsewhere: hits are worth half.
+        assert choose("dynamo:delta=1", replicas) == 1
+        assert choose("dynamo:load_weight=1", replicas) == 1
+        assert choose("dynamo:hit_weight=0.5", replicas) == 1
+
+    def test_dynamo_draws_by_the_cost(self):
+        """At temperature 1 the worse of two has exp(-1) the weight of the better."""
+        replicas = seen({"prompt_blocks": 1}, {"prompt_blocks": 3})
+        router = build("dynamo:temperature=1")
+        worse = sum(router.route(prompt(n, 1), replicas, 0).number for n in range(4000))
+        share = exp(-1) / (1 + exp(-1))
+        assert worse / 4000 == pytest.approx(share, abs=0.04)
+
+    def test_llm_d(self):
+        """2·0 + 2·0.5 + 3·1 is 4, 2·1 + 2·0.1 + 3·0 is 2.2; equal queues score 1."""
+        loaded = [{"waiting": 4, "hit": 160}, {}]
+        assert choose("llm-d", seen(*map(dict, loaded), usage=[0.5, 0.9])) == 0
+        assert choose("llm-d:prefix=1", seen(*map(dict, loaded), usage=[0.5, 0.9])) == 1
+        assert choose("llm-d", seen({}, {}, usage=[0.5, 0.4])) == 1
+
+    @pytest.mark.parametrize(
+        ("loads", "chosen"), [((64, 0), 0), ((65, 0), 1), ((200, 134), 0), ((210, 130), 1)]
+    )
+    def test_sglang_leaves_a_match_where_load_is_uneven(self, loads, chosen):
+        """By more than 64, and more than 1.5 times as many: 200 of 134 is 1.49 times."""
+        first, second = loads
+        assert choose(
+            "sglang", seen({"requests": first, "hit": 160}, {"requests": second})
+        ) == (chosen)
+
+    def test_sglang_follows_matches_above_the_threshold(self):
+        """48 of 160 tokens are 0.3, which is not above it."""
+        assert choose("sglang", seen({"requests": 1, "hit": 48}, {})) == 1
+        assert choose("sglang", seen({"requests": 1, "hit": 64}, {})) == 0
+
+    def test_loadaware(self):
+        """1 - (4 - 2) / 2 is 0, 0 - (0 - 2) / 2 is 1; at a weight of 0.4: 0.6 and 0.4."""
+        counts = [{"requests": 4, "hit": 160}, {}]
+        assert choose("loadaware", seen(*map(dict, counts))) == 1
+        assert choose("loadaware:weight=0.4", seen(*map(dict, counts))) == 0
+
+    def test_lmetric(self):
+        """(100 + 32) · 3 is 396; 160 · 2 is 320, 160 · 3 is 480."""
+        counts = {"waiting_tokens": 100, "requests": 2, "hit": 128}
+        assert choose("lmetric", seen(dict(counts), {"requests": 1})) == 1
+        assert choose("lmetric", seen(dict(counts), {"requests": 2})) == 0
+
+    def test_mooncake_adds_the_queue_to_the_prefill(self):
+        """A ms a token: 160 that wait, and 16 that miss, are more than 160 elsewhere."""
+        served = Served("mooncake")
+        first = prompt("a", 10)
+        assert served.send(first).number == 0
+        assert served.send(prompt("b", [*first.keys[:9], "b"])).number == 1
+        served.dispatcher.first_token(first, served.replicas[0], 1)
+        assert served.send(prompt("c", [*first.keys[:9], "c"])).number == 0
+
+    def test_mooncake_refuses_what_cannot_keep_its_slo(self):
+        """160 ms wait on the one replica; its own prefill takes as long."""
+        for limit, refused in ((330, False), (310, True)):
+            served = Served("mooncake:reject=true", 1)
+            served.send(prompt("a", 10))
+            late = prompt("b", 10, slo=SLO(ttft_ns=limit * 10**6))
+            assert (served.send(late) is None) is refused
+        assert Served("mooncake:reject=true", 1).send(prompt("a", 10)) is not None
+
+    def test_preble_exploits_what_hits_more_than_it_misses(self):
+        """80 of 160 tokens are enough, 64 are not; then the least work counts."""
+        busy = {"requests": 1}
+        assert choose("preble", seen({**busy, "hit": 80}, {})) == 0
+        assert choose("preble", seen({**busy, "hit": 64}, {})) == 1
+
+    def test_preble_leaves_a_replica_with_too_much_work(self):
+        """More than 1.5 times the work of the other, after 50 requests for each replica."""
+        counts = [{"requests": 4, "hit": 160, "routed": 60}, {"requests": 2, "routed": 39}]
+        assert choose("preble", seen(*map(dict, counts))) == 0
+        counts[1]["routed"] = 40
+        assert choose("preble", seen(*map(dict, counts))) == 1
+        counts[1]["requests"] = 3
+        assert choose("preble", seen(*map(dict, counts))) == 0
+
+    def test_preble_forgets_prefill_after_the_window(self):
+        """A prompt of a minute ago is work, one of four minutes ago is not."""
+        for minutes, chosen in ((1, 1), (4, 0)):
+            served = Served("preble")
+            assert served.serve(prompt("a", 10)).number == 0
+            assert served.serve(prompt("b", 10, arrival=minutes * 60 * 10**9)).number == chosen
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            "session:bound=1",
+            "session:points=0",
+            "prefix-affinity:tolerance=2",
+            "prefix-affinity:bound=0.5",
+            "dynamo:temperature=-1",
+            "preble:window=0",
+            "preble:imbalance=0.5",
+        ],
+    )
+    def test_options_are_checked(self, spec):
+        """What has no meaning is refused."""
+        with pytest.raises(InputError, match=spec.partition(":")[0]):
+            build(spec)
+
+
+class TestSessions:
+    """Consistent hashing with bounded loads."""
+
+    def test_a_session_stays(self):
+        """So does a tenant, and a first key, where there is no session."""
+        served = Served("session", 8)
+        for fields in ({"session": "s"}, {"tenant": "t"}, {}):
+            homes = {
+                served.serve(prompt(n, ["same", n], arrival=n, **fields)).number
+                for n in range(20)
+            }
+            assert len(homes) == 1
+
+    def test_a_replica_that_leaves_moves_its_own_sessions_alone(self):
+        """They go elsewhere, and come home when it returns."""
+        served = Served("session", 8)
+
+        def homes():
+            return {
+                name: served.serve(prompt(name, 1, session=name)).number for name in range(200)
+            }
+
+        before = homes()
+        gone = served.replicas[3]
+        served.dispatcher.left(gone, 1)
+        during = homes()
+        moved = {name for name in before if during[name] != before[name]}
+        assert moved == {name for name, home in before.items() if home == 3}
+        served.dispatcher.joined(gone, 2)
+        assert homes() == before
+
+    @pytest.mark.parametrize("bound", [1.1, 1.25, 2.0])
+    def test_no_replica_has_more_than_the_bound(self, bound):
+        """One session of 200 requests in flight: none has more than bound times the mean."""
+        served = Served(f"session:bound={bound}", 5)
+        for n in range(200):
+            served.send(prompt(n, 1, session="s"))
+            most = max(replica.requests for replica in served.replicas)
+            assert most <= ceil(bound * (n + 1) / 5)
+
+
+def stream():
+    """Return requests of 4 sessions in bursts: each turn has what came before."""
+    return [
+        prompt(
+            f"{turn}/{name}",
+            [("system", n) for n in range(8)] + [(name, n) for n in range(12 * (turn + 1))],
+            arrival=turn * 10**9,
+            session=name,
+        )
+        for turn in range(6)
+        for name in ("a", "b", "c", "d", "e")
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"round-robin"}))
+def test_every_router_differs_from_round_robin(name):
+    """On sessions that grow, of which every other one pauses, over 3 replicas."""
+
+    def routed(spec):
+        served = Served(spec, 3)
+        return [
+            (served.send if place % 2 else served.serve)(each).number
+            for place, each in enumerate(stream())
+        ]
+
+    assert routed(name) != routed("round-robin")
+
+
+@attrs.define(slots=False, eq=False)
+class InFlight(Router):
+    """Blocks that miss, and blocks in flight."""
+
+    name: ClassVar[str] = "in-flight"
+
+    def cost(self, request, replica):
+        """Return their sum."""
+        missing = request.prompt_tokens - replica.hit_tokens
+        return missing / replica.block_size + replica.prompt_blocks
+
+
+def paced(router, shared):
+    """Return how 448 requests are shared by 2: 56 sessions of 8 turns, one at a time.
+
+    All begin with `shared` blocks in common, and grow by 20 a turn.
+    """
+    served = Served(router)
+    for serial in range(448):
+        turn, session = divmod(serial, 56)
+        keys = [("system", n) for n in range(shared)]
+        keys += [(session, n) for n in range(20 * (turn + 1))]
+        served.serve(prompt(serial, keys, arrival=serial * 10**9, session=f"{session}"))
+    return served.routed
+
+
+class TestRegressions:
+    """What has gone wrong elsewhere goes wrong here, and what does not."""
+
+    @pytest.mark.parametrize(
+        "router",
+        [
+            InFlight,
+            "dynamo",
+            "dynamo:load_weight=1",
+            "llm-d",
+            "loadaware",
+            "lmetric",
+            "mooncake",
+        ],
+    )
+    def test_paced_sessions_all_go_to_one(self, router):
+        """Nothing is in flight when the next turn comes: what all share decides, 448 to 0."""
+        assert paced(router() if router is InFlight else router, 2) == [448, 0]
+
+    @pytest.mark.parametrize(
+        "router",
+        [
+            "round-robin",
+            "least-requests",
+            "random",
+            "power-of-two",
+            "session",
+            "sglang",
+            "preble",
+        ],
+    )
+    def test_paced_sessions_are_spread(self, router):
+        """By those that do not follow short matches, or count what was sent before."""
+        most, fewest = paced(router, 2)
+        assert most + fewest == 448
+        assert most < 300
+
+    def test_long_system_prompts_draw_paced_sessions_to_one(self):
+        """More than a threshold of the prompt: those that spread short ones follow it."""
+        assert paced("sglang", 40) == [448, 0]
+        assert paced("prefix-affinity", 40) == [448, 0]
+        assert paced("prefix-affinity", 2)[0] < 300
+
+    @pytest.mark.parametrize(
+        ("router", "used"),
+        [
+            ("prefix-affinity:tolerance=0", 1),
+            ("llm-d", 1),
+            ("prefix-affinity:tolerance=1", 8),
+            ("prefix-affinity:tolerance=0,bound=1.25", 7),
+            ("dynamo", 8),
+            ("sglang", 8),
+            ("loadaware", 8),
+            ("lmetric", 8),
+            ("mooncake", 8),
+            ("session", 8),
+        ],
+    )
+    def test_equal_prompts(self, router, used):
+        """400 equal prompts in flight: by overlap alone one of eight replicas gets all."""
+        served = Served(router, 8)
+        for serial in range(400):
+            served.send(prompt(serial, [("same", n) for n in range(40)], session=f"{serial}"))
+        assert sum(1 for count in served.routed if count) == used
+
+    def test_a_tolerance_of_0_loses_the_tail_of_tpot(self):
+        """A short prefix that all share: by exact match one of four decodes for all.
+
+        With a tolerance of a tenth of the prompt, of which it is a twentieth, they share.
+        """
+        requests = _poisson(shared=1, own=19, gap=60_000)
+        exact, near, around = (
+            _p99_tpot(_serve(requests, router))
+            for router in ("prefix-affinity:tolerance=0", "prefix-affinity", "round-robin")
+        )
+        assert exact > 10 * around
+        assert near == pytest.approx(around, rel=0.1)
+
+    def test_sticking_saves_prefill_and_spilling_saves_the_tail(self):
+        """A long prefix: at low rates those that stick have the better mean TTFT.
+
+        At ten times the rate those that spill have the better one, with fewer hits.
+        """
+        sticks, spills = "sglang", "sglang:absolute=4"
+        around = "round-robin"
+        rare = _poisson(shared=40, own=2, gap=400_000)
+        assert _ttft(_serve(rare, sticks)) < _ttft(_serve(rare, around))
+        dense = _poisson(shared=40, own=2, gap=40_000)
+        stuck, spilt = _serve(dense, sticks), _serve(dense, spills)
+        assert sum(stuck.log.hit) > sum(spilt.log.hit)
+        assert _ttft(stuck) > 1.5 * _ttft(spilt)
+        assert _p99_tpot(stuck) > 2 * _p99_tpot(spilt)
+
+
+@attrs.define(slots=False, eq=False)
+class Laden(LatencyModel):
+    """A step takes 5 us and 1 us more for each token: what is batched slows the rest."""
+
+    name: ClassVar[str] = "laden"
+
+    def pieces(self, work):
+        """Return one flat line."""
+        return [(5_000_000 + 1_000_000 * (work.prefill + work.decode), 0)]
+
+
+def _poisson(*, shared, own, gap):
+    """Return 300 requests, some `gap` ns apart, with `shared` keys in common."""
+    dice, at, made = Random(0), 0, []
+    for serial in range(300):
+        at += int(dice.expovariate(1) * gap)
+        keys = [("system", n) for n in range(shared)] + [(serial, n) for n in range(own)]
+        made.append(ask(serial, at, BLOCK * len(keys), 20, keys=keys))
+    return made
+
+
+def _serve(requests, router):
+    """Serve them with four replicas."""
+    return serve_cluster(
+        requests,
+        4,
+        router=build(router),
+        latency=Laden,
+        blocks=4000,
+        trace=False,
+        max_seqs=64,
+    ).result
+
+
+def _p99_tpot(result):
+    log = result.log
+    gaps = zip(log.first_token, log.finish, log.output, strict=True)
+    return sorted((end - first) / (output - 1) for first, end, output in gaps)[296]
+
+
+def _ttft(result):
+    log = result.log
+    pairs = zip(log.arrival, log.first_token, strict=True)
+    return sum(first - came for came, first in pairs) / len(log.arrival)
