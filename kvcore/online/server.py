@@ -87,7 +87,8 @@ class Call:
         chat: whether it is a chat.
         tokens: of the prompt.
         output: tokens that are wanted at most.
-        stream: whether the answer is streamed, and with its usage at the end.
+        stream, counted: whether the answer is streamed, and with its usage at the end.
+        salt: text that keeps equal prompts apart (`cache_salt`, as vLLM calls it).
     """
 
     chat: bool
@@ -95,6 +96,7 @@ class Call:
     output: int
     stream: bool
     counted: bool
+    salt: str | None
 
 
 class Text:
@@ -434,7 +436,12 @@ class Server:
 
         size = self.cache.geometry.block_size
         request: TextRequest = text_request(
-            number, call.tokens, output=call.output, block_size=size, publish=True
+            number,
+            call.tokens,
+            output=call.output,
+            block_size=size,
+            salt=call.salt,
+            publish=True,
         )
         self.engine.submit(request, listener)
         ended = False

@@ -14,7 +14,7 @@ from kvcore.engine.tokens import TokenStream
 from kvcore.kv_events import encode
 from kvcore.kv_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore.kv_events.publisher import Publisher
-from kvcore.request import Key, TextRequest
+from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.scheduler import Job
 
 MEDIUM = "GPU"
@@ -47,6 +47,8 @@ class StoredBlocks:
         self._tokens: dict[Key, tuple[int, ...]] = {}
         self._open: Counter[Key] = Counter()
         self._stored: set[Key] = set()
+        # By the key of the first block: salts, which only its hash tells otherwise.
+        self._salts: dict[Key, str] = {}
         self._batches: queue.Queue[EventBatch] = queue.Queue(_QUEUED)
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="kvcore-kv-events")
@@ -67,7 +69,7 @@ class StoredBlocks:
         for place, key in enumerate(request.keys):
             self._open[key] += 1
             if key not in self._tokens:
-                self._tokens[key] = tuple(tokens[place * size : (place + 1) * size])
+                self._remember(key, place, tokens[place * size : (place + 1) * size], request)
 
     def generated(self, job: Job, keys: Sequence[Key], stream: TokenStream) -> None:
         """Remember the tokens of blocks that `job` has generated."""
@@ -75,7 +77,7 @@ class StoredBlocks:
         for place, key in enumerate(keys, first):
             if key not in self._tokens:
                 ids = stream.token_ids(place * self._size, (place + 1) * self._size)
-                self._tokens[key] = tuple(ids)
+                self._remember(key, place, ids, job.request)
 
     def closed(self, request: TextRequest) -> None:
         """Forget the tokens of a prompt that are not stored."""
@@ -84,7 +86,7 @@ class StoredBlocks:
             if not self._open[key]:
                 del self._open[key]
                 if key not in self._stored:
-                    self._tokens.pop(key, None)
+                    self._forget(key)
 
     # What the tree tells.
 
@@ -101,6 +103,7 @@ class StoredBlocks:
                 tokens=tuple(tokens) if len(tokens) == blocks * self._size else None,
                 block_size=self._size,
                 medium=MEDIUM,
+                extra_keys=self._extra(keys) if not before else None,
             )
         )
         if self._below is not None:
@@ -117,10 +120,24 @@ class StoredBlocks:
         for key in keys:
             self._stored.discard(key)
             if key not in self._open:
-                self._tokens.pop(key, None)
+                self._forget(key)
         self._put(BlockRemoved(hashes=tuple(map(_hash, keys)), medium=MEDIUM))
         if self._below is not None:
             self._below.leaving(span, blocks, now, reason)
+
+    def _remember(self, key: Key, place: int, ids: Sequence[int], request: Request) -> None:
+        self._tokens[key] = tuple(ids)
+        if request.salt is not None and not place:
+            self._salts[key] = request.salt
+
+    def _forget(self, key: Key) -> None:
+        self._tokens.pop(key, None)
+        self._salts.pop(key, None)
+
+    def _extra(self, keys: Sequence[Key]) -> tuple[tuple[str] | None, ...] | None:
+        """Return the salt of a prompt's first block as vLLM tells it; None: it has none."""
+        salt = self._salts.get(keys[0])
+        return None if salt is None else ((salt,), *[None] * (len(keys) - 1))
 
     def _put(self, event: BlockStored | BlockRemoved) -> None:
         try:
