@@ -1,4 +1,4 @@
-"""Render the JSON Schemas of the configuration files, from the options of verbs, and of traces.
+"""Render the JSON Schemas of configuration files, from the options of verbs, and of traces.
 
     python docs/render_schemas.py
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -29,7 +29,6 @@ from kvcore.trace.state import TracedPrompt, TracedSpan, ViolationError, path
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.analysis.cluster_misses import ClusterMisses
     from kvcore.trace import events
 
 SHARES_NOTHING = "none"
@@ -72,7 +71,23 @@ def explain(
     )
 
 
-def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
+class Inquest(Protocol):
+    """What classifies the misses of a trace while it is read."""
+
+    requests: dict[Id, RequestMisses]
+
+    @property
+    def header(self) -> events.Header:
+        """The first line of the trace."""
+
+    def take(self, event: Any, /) -> None:
+        """Apply the next event after HEADER."""
+
+    def judge(self) -> None:
+        """Divide evicted segments into capacity and policy misses, after the last line."""
+
+
+def _classifier(header: events.Header) -> Inquest:
     """Return what classifies the misses of one server, or of all replicas."""
     if not header.replicas:
         return MissClassifier(header)

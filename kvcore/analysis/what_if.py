@@ -237,6 +237,7 @@ class Recorded:
         self.evicted = 0
         self._reader = reader
         self._timed = header.mode != "untimed"
+        self._drafts = "drafter" in header.plugins
         self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
@@ -326,7 +327,8 @@ class Recorded:
 
     def _free(self, event: events.Free) -> None:
         if event.reason == "rollback":
-            self._by_hand()
+            if not self._drafts:
+                self._by_hand()
         elif event.reason == "close":
             job = self._open.pop(event.seq)
             if not self._timed:

@@ -25,6 +25,15 @@ from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
 from kvcore.units import parse_seconds
 
+REPLICA = [
+    *("replica", "routed", "finished", "rejected", "failures", "hit ratio by block"),
+    "blocks cached",
+]
+"""Headers of the table of a cluster's replicas."""
+
+MOST_ROWS = 16
+"""Replicas that a table has, at most."""
+
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
 
@@ -201,4 +210,19 @@ def _print(report: Report) -> None:
     from kvcore.report.tables import setup  # noqa: PLC0415 - JSON does without it
 
     about = setup(report.header) if report.header else ""
-    print_sections((["trace", report.file], rows, [report.file]), about)
+    tables: list[Any] = [(["trace", report.file], rows, [report.file])]
+    replicas = report.replicas or []
+    if len(replicas) > MOST_ROWS:
+        tables.append(f"--json tells of each of the {len(replicas):,} replicas.")
+    elif replicas:
+        tables.append((REPLICA, list(map(_replica_row, replicas)), REPLICA[1:]))
+    print_sections(*tables, about)
+
+
+def _replica_row(found: Mapping[str, Any]) -> list[str]:
+    """Return the row of a replica, over all its lives."""
+    counts = [found[name] for name in ("routed", "finished", "rejected", "failures")]
+    held = found["pool"]["cached"] if found["up"] else None
+    ratio = found["hit"]["ratio"]["block"]
+    cached = "down" if held is None else f"{held:,}"
+    return [str(found["replica"]), *(f"{n:,}" for n in counts), share(ratio), cached]

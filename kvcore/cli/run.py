@@ -253,7 +253,7 @@ def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
     whole = limit is None or requests < limit
-    first = "the first request" if limit == 1 else f"the first {limit:,} requests"
+    first = "the first request" if limit == 1 else f"the first {limit or 0:,} requests"
     which = "all requests" if whole else first
     return (
         f"Computed: {engine.generator.name} on {engine.backend.name} in "

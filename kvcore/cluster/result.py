@@ -15,6 +15,7 @@ from kvcore.cluster.autoscale import Change
 from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
+from kvcore.serving.drafter import DraftStats
 from kvcore.serving.loop import RunLog
 from kvcore.serving.result import (
     SCHEMA,
@@ -156,7 +157,7 @@ class ClusterResult(Outcome):
         ]
         came = self.log.arrival
         span = max(came, default=0) - min(came, default=0)
-        if not span:
+        if not span or self.log.drafts is not None:
             return None
         return sum((load or 0) * time for load, time in spans) / (span * len(self.lives))
 
@@ -228,6 +229,7 @@ class ClusterResult(Outcome):
                 for name, share in shares.items()
             },
             "replicas": [self._replica(number) for number in range(len(self.lives))],
+            **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
             **({} if self.phases is None else {"phases": self._phases(self.phases)}),
         }
 
@@ -329,4 +331,6 @@ def merge_logs(
         merged.steps += log.steps
         merged.busy_ps += log.busy_ps
         merged.own_slos += log.own_slos
+        if log.drafts is not None:
+            merged.drafts = (merged.drafts or DraftStats()).plus(log.drafts)
     return merged, [logs[place][0] for _, place, _ in order]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -11,17 +13,17 @@ from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
 from kvcore.cluster.phases import PhaseCluster, PhaseLoop
 from kvcore.cluster.planner import Planner
-from kvcore.cluster.replica import ReplicaLoop
+from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
 from kvcore.cluster.result import ClusterResult, merge_logs
 from kvcore.cluster.router import PrefixView, Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.simulate import check_cache
 from kvcore.trace.cluster import ClusterTrace
+from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys
 
 ReplicaParts = Callable[[Recorder | None], Mapping[str, Any]]
@@ -77,7 +79,10 @@ def simulate_cluster(
             cache: KVCache = made["cache"]
             check_cache(cache, "simulate")
             made["latency"].bind()
-            kind = ReplicaLoop if phases is None else PhaseLoop
+            drafter = made.get("drafter")
+            kind: type[ReplicaLoop] = ReplicaLoop if drafter is None else SpeculativeReplica
+            if phases is not None:
+                kind = PhaseLoop
             loop = kind(
                 cache,
                 made["scheduler"],
@@ -86,13 +91,14 @@ def simulate_cluster(
                 slo=slo,
                 on_first_token=on_first_token,
                 on_ended=on_ended,
+                drafter=drafter,
             )
             if recorder is not None:
                 record_run(
                     recorder,
                     workload,
                     made["scheduler"],
-                    SimulatedExecutor(made["latency"]),
+                    loop.executor,
                     made["batching"],
                     rate_scale=rate_scale,
                     slo=slo,
@@ -103,9 +109,6 @@ def simulate_cluster(
 
         return start
 
-    if phases is not None and planner is not None:
-        msg = "disaggregate= and autoscale= cannot go together yet: give one of them"
-        raise InputError(msg)
     made = Cluster if phases is None else partial(PhaseCluster, **phases)
     cluster = made(
         Arrivals(check_keys(workload), rate_scale),
@@ -125,9 +128,10 @@ def simulate_cluster(
         }
         if phases is not None:
             routing |= {"disaggregate": str(phases["split"])}
-        if cluster.scaler is not None:
-            routing |= {"autoscale": describe(cluster.scaler.planner)}
-            routing |= {"up": cluster.scaler.first}
+            routing |= {"block_bytes": phases["block_bytes"]}
+        if planner is not None:
+            up = [server.number for server in cluster.servers if server.up]
+            routing |= {"autoscale": describe(planner), "up": up}
         trace.begin(describe(router), routing=routing, **(header or {}))
     begun = perf_counter()
     cluster.run()
@@ -145,7 +149,10 @@ def simulate_cluster(
         for loop in server.lives
     ]
     log, places = merge_logs(logs, cluster, slo)
-    scaler = cluster.scaler
+    changes = sorted(
+        chain.from_iterable(scaler.changes for scaler in cluster.scalers),
+        key=attrgetter("at", "replica"),
+    )
     return ClusterResult(
         log,
         places,
@@ -153,10 +160,18 @@ def simulate_cluster(
         router,
         cluster.retried,
         wall_s,
-        () if scaler is None else scaler.changes,
-        None if scaler is None else scaler.rented,
+        changes,
+        None if planner is None else _rented(cluster),
         cluster.figures() if isinstance(cluster, PhaseCluster) else None,
     )
+
+
+def _rented(cluster: Cluster) -> int:
+    """Return for how many ns replicas were up, those that no planner stops to the end."""
+    scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
+    end = max(server.loop.clock_ps for server in cluster.servers) // PS_PER_NS
+    always = sum(server.number not in scaled for server in cluster.servers)
+    return sum(scaler.rented for scaler in cluster.scalers) + always * end
 
 
 def check_block_sizes(caches: Iterable[KVCache]) -> None:

@@ -51,8 +51,8 @@ class ClusterParts(RunParts):
                 msg = "replicas have paged memory: leave it out"
                 raise InputError(msg)
         with self._about("drafter"):
-            if config.drafter is not None:
-                msg = "replicas decode without one: leave it out"
+            if config.drafter is not None and config.disaggregate is not None:
+                msg = "replicas with split phases decode without one: leave it out"
                 raise InputError(msg)
         self.groups = self._grouped()
         with self._about("replicas"):

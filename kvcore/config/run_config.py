@@ -112,8 +112,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "blocks", "memory", "eviction", "prefix"),
-    *("retention", "tier", "latency", "scheduler", "max_tokens", "max_seqs", "steps"),
-    *("chunked", "watermark"),
+    *("retention", "tier", "latency", "scheduler", "drafter", "max_tokens", "max_seqs"),
+    *("steps", "chunked", "watermark"),
 )
 """Options that servers of a cluster may have of their own."""
 

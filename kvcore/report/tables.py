@@ -259,7 +259,14 @@ def setup(header: Mapping[str, Any]) -> str:
         parts.append(f"recompute cost of {cost.get('model')} on {cost.get('device')}")
     blocks = counted(header["blocks"], "block") if "blocks" in header else "blocks"
     size = counted(header["block_size"], "token")
-    parts.append(f"{blocks} of {size} ({header['count']} counting)")
+    # What was run again has its own routing beside that of the header.
+    routing = {**header["routing"], **header} if header.get("routing") else {}
+    if routing:
+        given = routing["replicas"]
+        some = given if isinstance(given, int) else sum(each.get("count", 1) for each in given)
+        parts.append(f"{counted(some, 'replica')}, the first with {blocks} of {size}")
+    else:
+        parts.append(f"{blocks} of {size} ({header['count']} counting)")
     deployment = {
         "model": served.get("name"),
         "codec": served.get("codec"),
@@ -284,6 +291,8 @@ def setup(header: Mapping[str, Any]) -> str:
             value = ", ".join(f"{part}={time / NS_PER_S:g}" for part, time in value.items())
         if value is not None:
             parts.append(f"{name} {as_text(value)}")
+    parts += [f"view {routing['view']}"] if "view" in routing else []
+    parts += [f"fail {each}" for each in routing.get("fail", ())]
     return f"Setup: {'; '.join(parts)}."
 
 

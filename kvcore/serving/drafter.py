@@ -12,6 +12,7 @@ the served model, which accepts the first few of them and adds one token of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import attrs
@@ -182,6 +183,18 @@ class DraftStats:
         for place in range(judged):
             self.by_position[place][0] += place < accepted
             self.by_position[place][1] += 1
+
+    def plus(self, other: DraftStats) -> DraftStats:
+        """Return what it came to in both runs."""
+        pairs = zip_longest(self.by_position, other.by_position, fillvalue=(0, 0))
+        return DraftStats(
+            self.steps + other.steps,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            [[a + c, b + d] for (a, b), (c, d) in pairs],
+            self.plain_ps + other.plain_ps,
+            self.took_ps + other.took_ps,
+        )
 
     def probabilities(self) -> list[float]:
         """Return the share of accepted drafts by position, of those whose turn came."""

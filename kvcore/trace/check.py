@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -38,10 +38,7 @@ from kvcore.trace.state import (
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
-    from kvcore.trace.cluster_check import ClusterChecker
     from kvcore.trace.tier_check import TierChecker
-
-    Checker: TypeAlias = "TraceChecker | ClusterChecker"
 
 
 @attrs.frozen
@@ -133,7 +130,17 @@ def check_event(reader: TraceReader, checker: Checker | None, event: events.Even
 replay = check_trace
 
 
-def checker_of(header: events.Header) -> TraceChecker | ClusterChecker:
+class Checker(Protocol):
+    """What checks the lines of a trace after HEADER, one by one."""
+
+    def apply(self, event: Any, /) -> None:
+        """Check the next event, and apply it; raise ViolationError if it cannot be."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the state, and counts, as fields of a `Report`."""
+
+
+def checker_of(header: events.Header) -> Checker:
     """Return what checks the lines after `header`, of one server or of several.
 
     Raises:

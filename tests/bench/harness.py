@@ -6,18 +6,22 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import attrs
 import orjson
+import pytest
 
-from kvcore import KVCache, Request
+from kvcore import KVCache, Request, Workload
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
 
 POOL = 5_859
+POOL_TOKENS = 3_000_000
 KEY_TOKENS = 512
 
 # The peak of a process includes that of the one it was forked from, so a small process
@@ -119,3 +123,43 @@ def medians(runs: int, *measures: Callable[[], float]) -> list[float]:
         for measure, result in zip(measures, results, strict=True):
             result.append(measure())
     return [median(result) for result in results]
+
+
+def dynamo_version() -> str:
+    """Return the version of Dynamo that is installed; without it, skip the test."""
+    try:
+        return metadata.version("ai-dynamo")
+    except metadata.PackageNotFoundError:
+        pytest.skip("run `tox -e bench-dynamo`")
+
+
+def peer_rows(workload: Workload) -> list[bytes]:
+    """Return the requests in Dynamo's format; those without keys share nothing."""
+    rows, fresh = [], 0
+    for request in workload:
+        keys = list(request.keys)
+        if not keys:
+            keys = list(range(fresh, fresh - (-request.prompt_tokens // KEY_TOKENS)))
+            fresh += len(keys)
+        row = {
+            "timestamp": request.arrival / 1e6,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": keys,
+        }
+        rows.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+    return rows
+
+
+def peer_command(
+    trace: Path, report: Path, block_size: int, workers: int = 1, router: str = "round_robin"
+) -> list[str]:
+    """Return the command that replays a trace in Dynamo, each worker with 3 M tokens."""
+    engine = {"block_size": block_size, "num_gpu_blocks": POOL_TOKENS // block_size}
+    return [
+        *(sys.executable, "-m", "dynamo.replay", str(trace)),
+        *("--replay-mode", "offline", "--num-workers", str(workers), "--router-mode", router),
+        *("--trace-block-size", str(KEY_TOKENS)),
+        *("--extra-engine-args", orjson.dumps(engine).decode()),
+        *("--report-json", str(report)),
+    ]

@@ -10,14 +10,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from time import perf_counter, process_time
 
 import attrs
 import orjson
 import pytest
-from bench.harness import KEY_TOKENS, Measured, measured, medians
+from bench.harness import (
+    POOL_TOKENS,
+    Measured,
+    dynamo_version,
+    measured,
+    medians,
+    peer_command,
+    peer_rows,
+)
 
 import kvcore
 from kvcore import KVCache, Trace, Workload
@@ -27,7 +34,6 @@ from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Azure, Mooncake
 
-POOL_TOKENS = 3_000_000
 AZURE = "KVCORE_AZURE_TRACE"
 """The variable that says where AzureLLMInferenceTrace_conv.csv is: it is not shipped."""
 
@@ -95,35 +101,6 @@ def _loop(
     return run
 
 
-def _peer_rows(workload: Workload) -> list[bytes]:
-    """Return the requests in Dynamo's format; those without keys share nothing."""
-    rows, fresh = [], 0
-    for request in workload:
-        keys = list(request.keys)
-        if not keys:
-            keys = list(range(fresh, fresh - (-request.prompt_tokens // KEY_TOKENS)))
-            fresh += len(keys)
-        row = {
-            "timestamp": request.arrival / 1e6,
-            "input_length": request.prompt_tokens,
-            "output_length": request.output_tokens,
-            "hash_ids": keys,
-        }
-        rows.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
-    return rows
-
-
-def _peer_command(trace: Path, report: Path, block_size: int) -> list[str]:
-    engine = {"block_size": block_size, "num_gpu_blocks": POOL_TOKENS // block_size}
-    return [
-        *(sys.executable, "-m", "dynamo.replay", str(trace)),
-        *("--replay-mode", "offline", "--num-workers", "1"),
-        *("--trace-block-size", str(KEY_TOKENS)),
-        *("--extra-engine-args", orjson.dumps(engine).decode()),
-        *("--report-json", str(report)),
-    ]
-
-
 @pytest.mark.parametrize(
     ("source", "block_size", "promised", "runs"),
     [
@@ -136,13 +113,10 @@ def _peer_command(trace: Path, report: Path, block_size: int) -> list[str]:
 )
 def test_dynamo(source, block_size, promised, runs, request, tmp_path):
     """It is as many times as fast as Dynamo as is promised: whole processes, and loops."""
-    try:
-        version = metadata.version("ai-dynamo")
-    except metadata.PackageNotFoundError:
-        pytest.skip("run `tox -e bench-dynamo`")
+    version = dynamo_version()
     ours = source()
     trace, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
-    trace.write_bytes(b"".join(_peer_rows(ours.workload)))
+    trace.write_bytes(b"".join(peer_rows(ours.workload)))
     loop = _loop(ours.workload, block_size)
     peaks: dict[str, float] = {}
     completed: set[int] = set()
@@ -158,7 +132,7 @@ def test_dynamo(source, block_size, promised, runs, request, tmp_path):
         return result.seconds
 
     def dynamo_process() -> float:
-        result = process("dynamo", _peer_command(trace, report, block_size))
+        result = process("dynamo", peer_command(trace, report, block_size))
         completed.add(orjson.loads(report.read_bytes())["completed_requests"])
         return result.seconds
 

@@ -1,13 +1,12 @@
 """`kvcore route` as a process, and the trace that it leaves."""
 
 import asyncio
-import signal
-import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 from helpers.commands import run_here
+from helpers.processes import Program
 from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
@@ -16,23 +15,13 @@ from kvcore.trace import TraceWorkload, read_events
 
 @asynccontextmanager
 async def routing(*arguments, count=2):
-    """Run `kvcore route` with some upstreams; yield its process, its URL and these."""
+    """Run `kvcore route` with some upstreams; yield the program and these."""
     servers = [await Upstream().start() for _ in range(count)]
-    command = (sys.executable, "-m", "kvcore", "route", "--port", "0", *map(str, arguments))
-    process = await asyncio.create_subprocess_exec(
-        *command, *(each.url for each in servers), stderr=asyncio.subprocess.PIPE
-    )
+    program = Program("route", "--port", 0, *arguments, *(each.url for each in servers))
     try:
-        async with asyncio.timeout(30):
-            line = b""
-            while b" at http" not in line:
-                line = await process.stderr.readline()
-                assert line
-            yield process, line.split()[4].decode().rstrip(";"), servers
+        yield await program.start(), servers
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        await program.kill()
         for each in servers:
             await each.stop()
 
@@ -51,19 +40,18 @@ def test_the_trace_is_whole_after_sigterm(tmp_path):
     path = tmp_path / "day.jsonl.gz"
 
     async def scene():
-        async with routing("--router", "least-requests", "--trace", path) as (
-            process, url, servers,
-        ):  # fmt: skip
+        options = ("--router", "least-requests", "--trace", path)
+        async with routing(*options) as (program, servers):
             for each in servers:
                 each.script = "wait"
-            asked = asyncio.create_task(ask(url, text="x" * 640))
+            asked = asyncio.create_task(ask(program.url, text="x" * 640))
             await until(lambda: any(each.calls for each in servers))
-            process.send_signal(signal.SIGTERM)
-            assert b"ending" in await process.stderr.readline()
+            ending = asyncio.create_task(program.stop())
+            await until(lambda: b"ending" in program.told)
             for each in servers:
                 each.gate.set()
             assert "one two three" in await asked
-            assert await process.wait() == 0
+            assert await ending == 0
 
     asyncio.run(scene())
     (request,) = TraceWorkload(path)
@@ -77,14 +65,11 @@ def test_the_trace_can_be_read_after_sigkill(tmp_path):
     path = tmp_path / "day.jsonl.gz"
 
     async def scene():
-        async with routing("--trace", path) as (process, url, _):
-            await ask(url)
+        async with routing("--trace", path) as (program, _):
+            await ask(program.url)
             (part,) = tmp_path.iterdir()
-            async with asyncio.timeout(10):
-                while part.stat().st_size < 100:  # noqa: ASYNC110 - of another process
-                    await asyncio.sleep(0.02)
-            process.kill()
-            await process.wait()
+            await until(lambda: part.stat().st_size > 100)
+            await program.kill()
             reader = read_events(part)
             assert [each.event for each in reader] == ["HEADER", "REQUEST", "ROUTE"]
             assert not reader.complete
@@ -98,7 +83,7 @@ def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
     path = tmp_path / "day.jsonl"
 
     async def scene():
-        options = {"router": "least-requests", "trace": path, "client_timeout": 0.2}
+        options = {"router": "least-requests", "trace": path, "client_timeout": 2}
         async with routed(4, **options) as (proxy, servers, _):
 
             async def trouble():

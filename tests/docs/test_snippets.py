@@ -94,10 +94,10 @@ def test_kvcore_commands_run(page, tmp_path, monkeypatch, capsys):
     if page == KV_EVENTS:
         record_stand_in(tmp_path)
     if page == SERVE:
-        # Its Python writes the trace that its commands read.
-        (script,) = blocks(page, "python")
+        # Its Python writes the traces that its commands read.
+        script = "\n".join(blocks(page, "python"))
         made = [sys.executable, "-c", script]
-        subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     printed_by = {}
     for command, output in commands(page):
         words = shlex.split(command)

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import sys
+from pathlib import Path
 
 
 class Program:
@@ -32,7 +33,8 @@ class Program:
 
     async def kill(self):
         """End it at once."""
-        self.process.kill()
+        if self.process.returncode is None:
+            self.process.kill()
         await self.process.wait()
         await self._listening
 
@@ -46,8 +48,7 @@ class Program:
 
     def memory(self):
         """Return the bytes that it has in memory."""
-        with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * 4096
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
 
     async def _listen(self):
         while line := await self.process.stderr.readline():

@@ -1,5 +1,7 @@
 """Clients of all kinds at once, and what each of them got."""
 
+# ruff: noqa: ARG001 - the rude ones have the same arguments
+
 import asyncio
 import json
 from collections import Counter

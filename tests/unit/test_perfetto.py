@@ -9,6 +9,7 @@ from json import loads
 
 import pytest
 from helpers import traces
+from helpers.clusters import record_cluster
 from helpers.commands import run_here
 
 from kvcore.report import perfetto
@@ -359,3 +360,29 @@ def test_equal_traces_make_equal_files(tmp_path):
         assert done.returncode == 0
     assert done.stderr == "kvcore: --format is called --to now; use that\n"
     assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+def test_each_replica_of_a_cluster_has_its_processes(tmp_path):
+    """A life of a replica has the requests that were routed there, and ends with it."""
+    path = record_cluster(tmp_path / "run.jsonl")
+    document, lines = exported(path, tmp_path)
+    processes = {pid: name for pid, name in document.names.items() if isinstance(pid, int)}
+    lives = ["replica 0", "replica 1", "replica 2", "replica 1, life 2"]
+    assert {*processes.values()} == {
+        f"{life}: {part}" for life in lives for part in ("requests", "pool and queue")
+    }
+    shown = Counter(
+        processes[pid].partition(":")[0]
+        for (pid, _), made in document.slices.items()
+        for each in made
+        if each.name.startswith("request ")
+    )
+    assert shown.total() == len(of(lines, "ROUTE"))
+    (failed,) = of(lines, "FAIL")
+    ends = [
+        each.end
+        for (pid, _), made in document.slices.items()
+        if processes[pid] == "replica 1: requests"
+        for each in made
+    ]
+    assert max(ends) <= failed["t"]

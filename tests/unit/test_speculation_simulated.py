@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, Plugins, simulate
+from kvcore.cluster.simulate import simulate_cluster
+from kvcore.config import RunConfig
+from kvcore.config.cluster import ClusterParts
 from kvcore.models.catalogue import find_model
 from kvcore.serving import StepWork
 from kvcore.serving.speculation import with_drafts
@@ -103,7 +106,7 @@ def test_costs():
     latency = PLUGINS.build("latency", "roofline:model=llama-3-70b,tensor_parallel=4")
     small = PLUGINS.build("latency", "roofline:model=llama-3-8b,tensor_parallel=4")
     work = StepWork(0, (0,), 8, (8000,))
-    drafter = Acceptance(tokens=3, model="llama-3-8b")
+    drafter = Acceptance(tokens=3, draft="llama-3-8b")
     drafter.attach(latency)
     passes = [StepWork(0, (0,), 8, (8000 + 8 * ahead,)) for ahead in range(3)]
     assert drafter.duration(work, [3] * 8) == sum(map(small.duration, passes))
@@ -121,10 +124,10 @@ def test_costs():
 def test_costs_that_cannot_be_known_are_refused():
     """Of a latency model without a model, and of windows that the served model has not."""
     with pytest.raises(InputError, match="take `roofline`"):
-        Acceptance(model="llama-3-8b").attach(PLUGINS.build("latency", "token-rate"))
+        Acceptance(draft="llama-3-8b").attach(PLUGINS.build("latency", "token-rate"))
     windowed = find_model("llama-3-8b").with_window(1000)
     with pytest.raises(InputError, match="attention windows"):
-        Acceptance(model=windowed).attach(PLUGINS.build("latency", "roofline"))
+        Acceptance(draft=windowed).attach(PLUGINS.build("latency", "roofline"))
 
 
 def test_speedup_is_that_of_two_runs():
@@ -135,6 +138,25 @@ def test_speedup_is_that_of_two_runs():
     fast = simulate(asked, **options, drafter="acceptance:tokens=4,probability=0.8")
     speedup = fast.summary()["drafts"]["speedup"]
     assert speedup == pytest.approx(plain.tpot.mean / fast.tpot.mean, rel=0.03)
+
+
+def test_replicas_draft():
+    """A cluster of one is the run of one; several count their drafts together."""
+    options = {"blocks": 4000, "max_seqs": 16, "drafter": "acceptance:probability=0.8"}
+    asked = "zipf:requests=60"
+    alone = simulate(asked, **options)
+    one = RunConfig.of("simulate", workload=asked, **options)
+    parts = ClusterParts(one)
+    same = simulate_cluster(parts.workload, **parts.cluster())
+    assert same.log.drafts == alone.log.drafts
+    assert same.log.finish == alone.log.finish
+    parts = ClusterParts(attrs.evolve(one, replicas=2, fail=("replica=1,at=2,for=1",)))
+    several = simulate_cluster(parts.workload, **parts.cluster())
+    logs = [life.log.drafts for lives in several.lives for life in lives]
+    assert several.log.drafts.steps == sum(log.steps for log in logs)
+    summary = several.summary()
+    assert summary["drafts"]["acceptance_by_position"] == pytest.approx([0.8] * 4, abs=0.05)
+    assert summary["offered_load"] is None
 
 
 def test_without_a_drafter_nothing_is_said():

@@ -314,7 +314,8 @@ class CellRun:
         retention = None if cache is None else cache.retention
         tiers = parts.tiers()
         below = (*tiers, *(tier.eviction for tier in tiers))
-        plugins = (self.eviction, prefix, retention, self.scheduler, self.latency, *below)
+        served = self.scheduler, self.latency, self.drafter
+        plugins = (self.eviction, prefix, retention, *served, *below)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),
             "mode": cell.mode,

@@ -33,7 +33,7 @@ class Acceptance(Drafter):
         probability: that a draft is accepted whose predecessors were; one for all positions,
             or one each with `/` between, as in `0.8/0.7/0.6`, the last for all that follow.
         file: measured acceptance, in place of `probability`.
-        model: the draft model, whose time is added: a name of the catalogue, in code also a
+        draft: the draft model, whose time is added: a name of the catalogue, in code also a
             `ModelSpec`; None: there is none.
         parameters: weights of extra heads on the served model, whose time is added.
         seed: of the draws; None: that of the run.
@@ -50,7 +50,7 @@ class Acceptance(Drafter):
     tokens: int = attrs.field(default=4)
     probability: float | str | None = attrs.field(default=None)
     file: Path | None = attrs.field(default=None)
-    model: str | ModelSpec | None = attrs.field(default=None)
+    draft: str | ModelSpec | None = attrs.field(default=None)
     parameters: int = attrs.field(default=0)
     seed: int | None = attrs.field(default=None)
 
@@ -85,8 +85,8 @@ class Acceptance(Drafter):
         """Store the seed, and build the cost of the draft model."""
         super().attach(latency, seed)
         self._key = f"{seed if self.seed is None else self.seed} {self.name} ".encode()
-        if self.model is not None:
-            model = find_model(self.model) if isinstance(self.model, str) else self.model
+        if self.draft is not None:
+            model = find_model(self.draft) if isinstance(self.draft, str) else self.draft
             self._costs.append(ModelCost(latency, model))
         if self.parameters:
             self._costs.append(HeadCost(latency, self.parameters))

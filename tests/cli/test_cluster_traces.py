@@ -1,0 +1,142 @@
+"""Commands on the trace of a cluster: those that sum up, and those that show one replica."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.clusters import record_cluster
+from helpers.commands import run_here as run
+
+from kvcore.trace import read_events
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with the trace of a cluster, of which one replica fails and returns."""
+    folder = tmp_path_factory.mktemp("cluster")
+    record_cluster(folder / "c.jsonl", router="least-requests")
+    return folder
+
+
+def ran(*arguments, cwd):
+    """Run a command that succeeds; return its output."""
+    done = run(*arguments, cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_replay_has_a_row_for_each_replica(folder):
+    """The sums come first, then a table of replicas, and how requests were routed."""
+    out = ran("replay", "c.jsonl", cwd=folder)
+    rows = [line.split() for line in out.splitlines()]
+    assert ["FAIL", "1"] in rows
+    counts = [row for row in rows if row and row[0] in ("0", "1", "2")]
+    assert len(counts) == 3
+    assert sum(int(row[2]) for row in counts) == 30
+    assert "3 replicas, the first with 20 blocks of 16 tokens" in " ".join(out.split())
+    assert "fail replica=1,at=0.3,for=0.1" in " ".join(out.split())
+    document = json.loads(ran("replay", "c.jsonl", "--at", "0.35", "--json", cwd=folder))
+    assert [part["up"] for part in document["replicas"]] == [True, False, True]
+
+
+def test_many_replicas_are_no_table(tmp_path):
+    """More than sixteen are told of under --json alone."""
+    record_cluster(tmp_path / "many.jsonl", replicas=17, fail=())
+    assert "--json tells of each of the 17 replicas." in ran(
+        "replay", "many.jsonl", cwd=tmp_path
+    )
+
+
+def test_what_if_another_router(folder, tmp_path):
+    """Options of the cluster are named where they differ, and a trace of it is written."""
+    again = tmp_path / "again.jsonl"
+    asked = ("--router", "round-robin", "--replicas", 4, "--fail", "none", "--export", again)
+    lines = ran("replay", "c.jsonl", *asked, cwd=folder).splitlines()
+    assert "router: round-robin instead of least-requests" in lines
+    assert "replicas: 4 instead of 3" in lines
+    assert "fail: none instead of replica=1,at=0.3,for=0.1" in lines
+    header, *_ = read_events(again)
+    assert header.replicas[0].count == 4
+    assert header.routing == {"view": "exact", "fail": []}
+
+
+def test_a_planner_comes_and_goes(folder, tmp_path):
+    """`--autoscale` is asked for, and `none` takes it away again."""
+    one = tmp_path / "one.jsonl"
+    planned = ("--fail", "none", "--autoscale", "load:interval=0.2,start_up=0.1")
+    ran("replay", "c.jsonl", *planned, "--export", one, cwd=folder)
+    lines = ran("replay", one, "--autoscale", "none", cwd=folder).splitlines()
+    assert any(line.startswith("autoscale: none instead of") for line in lines)
+
+
+def test_explain_adds_up_and_finds_the_replica(folder):
+    """The summary has what was elsewhere; a request is found wherever it was served."""
+    out = ran("explain", "c.jsonl", "--summary", cwd=folder)
+    assert "30 requests in 3 replicas of 20 blocks" in " ".join(out.split())
+    assert "elsewhere" in out
+    for request in range(0, 30, 7):
+        assert "of replica" in " ".join(ran("explain", "c.jsonl", request, cwd=folder).split())
+    document = json.loads(ran("explain", "c.jsonl", "3", "--json", cwd=folder))
+    assert document["replica"] in (0, 1, 2)
+    alone = ran("explain", "c.jsonl", "--summary", "--replica", "1:2", cwd=folder)
+    assert "elsewhere" not in alone
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("watch", "c.jsonl", "--every", "1"),
+        ("view", "c.jsonl", "-o", "OUT.html"),
+        ("report", "c.jsonl", "-o", "OUT.html"),
+        ("plot", "c.jsonl", "--kind", "occupancy", "-o", "OUT.svg"),
+        ("plot", "c.jsonl", "--kind", "ages", "-o", "OUT.svg"),
+        ("export", "c.jsonl", "--to", "vllm", "--out", "OUT.jsonl"),
+        ("export", "c.jsonl", "--to", "dynamo", "--out", "OUT.jsonl"),
+    ],
+    ids=lambda command: " ".join(command[:4]),
+)
+def test_what_shows_one_server_shows_a_replica(folder, tmp_path, command):
+    """With --replica it works as for a server; without, it says what to give."""
+    words = [word.replace("OUT", str(tmp_path / "out")) for word in command]
+    done = run(*words, cwd=folder)
+    assert done.returncode == 2
+    assert (
+        "is the trace of 3 replicas: say which one, --replica 0 to --replica 2" in done.stderr
+    )
+    assert not list(tmp_path.iterdir())
+    for replica in ("0", "1:2"):
+        assert run(*words, "--replica", replica, cwd=folder).returncode == 0
+
+
+def test_requests_of_all_replicas_are_a_workload(folder, tmp_path):
+    """`export --to mooncake`, `curve` and `compare` read the requests of the whole cluster."""
+    out = tmp_path / "requests.jsonl"
+    run("export", "c.jsonl", "--to", "mooncake", "--out", out, cwd=folder)
+    assert len(out.read_text().splitlines()) == 30
+    assert "30 requests" in ran("curve", "trace:c.jsonl", cwd=folder)
+    done = run(
+        "export", "c.jsonl", "--to", "mooncake", "--out", out, "--replica", 0, cwd=folder
+    )
+    assert "leave --replica out" in done.stderr
+
+
+def test_one_server_is_no_replica(tmp_path):
+    """--replica is refused where the trace is of one server, or there is none."""
+    ran("simulate", "zipf:requests=5", "--blocks", 200, "--trace", "one.jsonl", cwd=tmp_path)
+    for command in (("explain", "one.jsonl", "--summary"), ("watch", "one.jsonl")):
+        done = run(*command, "--replica", "0", cwd=tmp_path)
+        assert "is the trace of one server: leave --replica out" in done.stderr
+    done = run("explain", "mooncake", "3", "--blocks", 9, "--replica", "0", cwd=tmp_path)
+    assert "leave --replica out" in done.stderr
+
+
+def test_the_folder_of_a_cluster(tmp_path):
+    """Its latencies are plotted; for a report of a replica its trace is named."""
+    given = ("--replicas", 2, "--blocks", 200, "--out", "found")
+    ran("simulate", "zipf:requests=5", *given, cwd=tmp_path)
+    ran("plot", "found", "--kind", "latency", "-o", "l.svg", cwd=tmp_path)
+    done = run("report", "found", "-o", "page.html", cwd=tmp_path)
+    assert "give the trace in it" in done.stderr
+    page = ("report", "found/trace.jsonl.gz", "--replica", 1, "-o", "page.html")
+    assert run(*page, cwd=tmp_path).returncode == 0

@@ -1,0 +1,123 @@
+"""`--drafter` of `run`, `simulate`, `replay` and sweeps, and the file of accepted drafts."""
+
+import json
+
+import orjson
+import pytest
+from helpers.commands import run_here as run
+
+DRAFTS = "acceptance:tokens=3,probability=0.8"
+SMALL = "zipf:requests=20,prefixes=3,prefix_tokens=64,suffix_tokens=32,output_tokens=48"
+
+
+def decisions(path):
+    """Return the lines of a trace between header and END."""
+    return path.read_bytes().splitlines()[1:-1]
+
+
+def test_simulate_reports_what_came_of_drafts(tmp_path):
+    """In the table, in JSON, and in the header of the trace."""
+    words = ("simulate", SMALL, "--drafter", DRAFTS)
+    shown = run(*words, cwd=tmp_path).stdout
+    assert "accepted," in shown
+    assert "times as fast as without" in shown
+    document = json.loads(run(*words, "--json", "--trace", "t.jsonl", cwd=tmp_path).stdout)
+    assert document["drafts"]["tokens_per_step"] > 2
+    assert document["config"]["plugins"]["drafter"]["name"] == "acceptance"
+    header = orjson.loads((tmp_path / "t.jsonl").read_bytes().splitlines()[0])
+    assert header["plugins"]["drafter"]["options"]["tokens"] == 3
+    assert header["plugins"]["drafter"]["options"]["probability"] == 0.8
+
+
+def test_from_a_file_of_options(tmp_path):
+    """TOML has it as a table or as text; `none` on the command line is none."""
+    (tmp_path / "a.toml").write_text(f'workload = "{SMALL}"\ndrafter = "{DRAFTS}"\n')
+    table = (
+        f'workload = "{SMALL}"\n[drafter]\nname = "acceptance"\ntokens = 3\nprobability = 0.8\n'
+    )
+    (tmp_path / "b.toml").write_text(table)
+    found = [
+        json.loads(run("simulate", "--config", name, "--json", cwd=tmp_path).stdout)["drafts"]
+        for name in ("a.toml", "b.toml")
+    ]
+    assert found[0] == found[1]
+    plain = run("simulate", "--config", "a.toml", "--drafter", "none", "--json", cwd=tmp_path)
+    assert "drafts" not in json.loads(plain.stdout)
+
+
+def test_the_twin_of_a_run(tmp_path):
+    """What a run accepted makes a simulation take its decisions, line by line."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    shared = ("--latency", "linear", "--seed", "3", "--max-seqs", "6", "--blocks", "90")
+    computed = (
+        "--acceptance",
+        "a.jsonl",
+        "--limit",
+        "0",
+        "--shrink",
+        "1",
+        "--trace",
+        "r.jsonl",
+    )
+    done = run("run", SMALL, *computed, "--drafter", "prompt-lookup", *shared, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    drafter = ("--drafter", "acceptance:file=a.jsonl")
+    done = run("simulate", SMALL, *drafter, *shared, "--trace", "s.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert decisions(tmp_path / "r.jsonl") == decisions(tmp_path / "s.jsonl")
+    assert b"rollback" in (tmp_path / "s.jsonl").read_bytes()
+
+
+def test_acceptance_needs_a_drafter(tmp_path):
+    """Before anything is computed, and nothing is written."""
+    done = run("run", SMALL, "--acceptance", "a.jsonl", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "give a --drafter, such as prompt-lookup" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_if(tmp_path):
+    """A recorded run with drafts is run again to the same lines; without, or with others."""
+    words = ("simulate", SMALL, "--drafter", DRAFTS, "--trace", "t.jsonl")
+    assert run(*words, cwd=tmp_path).returncode == 0
+    done = run("replay", "t.jsonl", "--export", "again.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert decisions(tmp_path / "t.jsonl") == decisions(tmp_path / "again.jsonl")
+    plain = ("simulate", SMALL, "--trace", "plain.jsonl")
+    assert run(*plain, cwd=tmp_path).returncode == 0
+    without = ("replay", "t.jsonl", "--drafter", "none", "--export", "without.jsonl")
+    done = run(*without, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert decisions(tmp_path / "plain.jsonl") == decisions(tmp_path / "without.jsonl")
+    more = ("replay", "plain.jsonl", "--drafter", DRAFTS, "--export", "with.jsonl")
+    assert run(*more, cwd=tmp_path).returncode == 0
+    assert decisions(tmp_path / "t.jsonl") == decisions(tmp_path / "with.jsonl")
+
+
+def test_sweep(tmp_path):
+    """An axis, whose column is there where it is given."""
+    (tmp_path / "s.toml").write_text(
+        f'workload = "{SMALL}"\nblocks = 500\ndrafter = ["none", "{DRAFTS}"]\n'
+    )
+    done = run("sweep", "s.toml", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["drafter"] for row in rows] == [None, DRAFTS]
+    assert rows[1]["tpot_s_mean"] < rows[0]["tpot_s_mean"] / 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("simulate", SMALL, "--drafter", "prompt-lookup"), "a simulation has none"),
+        (("simulate", SMALL, "--drafter", "lookup"), "no drafter plugin is named"),
+        (("simulate", SMALL, "--drafter", DRAFTS, "--retention", "window"), "rolled back"),
+        (("simulate", SMALL, "--drafter", DRAFTS, "--allocation", "contiguous"), "one token"),
+        (("simulate", SMALL, "--drafter", "acceptance:file=a.jsonl"), "cannot be read"),
+    ],
+)
+def test_refused(tmp_path, words, told):
+    """With an error that says what to do."""
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr

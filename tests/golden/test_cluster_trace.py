@@ -1,0 +1,36 @@
+"""The trace of a small cluster: a change of its decisions, or of its lines, shows here."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from helpers.clusters import record_cluster
+
+from kvcore.trace import read_events
+
+GOLDEN = {
+    "HEADER": 1,
+    "REQUEST": 30,
+    "ROUTE": 32,
+    "MISS": 32,
+    "ALLOC": 64,
+    "COMMIT": 32,
+    "FIRST_TOKEN": 32,
+    "FINISH": 30,
+    "FREE": 30,
+    "SPLIT": 12,
+    "HIT": 28,
+    "EVICT": 24,
+    "FAIL": 1,
+    "RETURN": 1,
+}
+DIGEST = "d2c20971ee820afbf38df7f97f73bba1"
+
+
+def test_a_small_cluster(tmp_path):
+    """Three replicas, of which one fails: the number of events, and all lines after HEADER."""
+    path = record_cluster(tmp_path / "trace.jsonl")
+    *_, end = read_events(path)
+    assert end.events == GOLDEN
+    body = b"".join(path.read_bytes().splitlines(keepends=True)[1:-1])
+    assert blake2b(body, digest_size=16).hexdigest() == DIGEST
