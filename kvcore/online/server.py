@@ -389,7 +389,10 @@ class Server:
             raise ApiError(400, msg, "messages" if chat else "prompt")
         options = document.get("stream_options")
         counted = isinstance(options, dict) and options.get("include_usage") is True
-        return Call(chat, tokens, output, document.get("stream") is True, counted)
+        salt = document.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise ApiError(400, "cache_salt must be a text that is not empty", "cache_salt")
+        return Call(chat, tokens, output, document.get("stream") is True, counted, salt)
 
     def _refuse_unsupported(self, document: dict[str, Any]) -> None:
         """Raise ApiError for what this server does not do."""

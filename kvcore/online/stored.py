@@ -19,8 +19,9 @@ from kvcore.serving.scheduler import Job
 
 MEDIUM = "GPU"
 _POLL_SECONDS = 0.02
+_PATIENCE_SECONDS = 5.0
 _QUEUED = 10_000
-"""Batches that wait for slow subscribers; what comes then is dropped, and counted."""
+"""Batches that wait for slow subscribers; what comes then is dropped, counted, and a gap."""
 
 
 class StoredBlocks:
@@ -49,19 +50,24 @@ class StoredBlocks:
         self._stored: set[Key] = set()
         # By the key of the first block: salts, which only its hash tells otherwise.
         self._salts: dict[Key, str] = {}
-        self._batches: queue.Queue[EventBatch] = queue.Queue(_QUEUED)
+        # Each with how many were dropped just before it.
+        self._batches: queue.Queue[tuple[int, EventBatch]] = queue.Queue(_QUEUED)
+        self._lost = 0
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._publish, name="kvcore-kv-events")
+        self._thread = threading.Thread(
+            target=self._publish, name="kvcore-kv-events", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to publish."""
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is left, and end."""
+        """Publish what is left, and end; wait for slow subscribers for a while."""
         self._ends.set()
-        self._thread.join()
-        self._publisher.close()
+        self._thread.join(_PATIENCE_SECONDS)
+        if not self._thread.is_alive():
+            self._publisher.close()
 
     def opened(self, request: TextRequest) -> None:
         """Remember the tokens of a prompt."""
@@ -141,20 +147,23 @@ class StoredBlocks:
 
     def _put(self, event: BlockStored | BlockRemoved) -> None:
         try:
-            self._batches.put_nowait(EventBatch(time(), (event,)))
+            self._batches.put_nowait((self._lost, EventBatch(time(), (event,))))
+            self._lost = 0
         except queue.Full:
+            self._lost += 1
             self.dropped += 1
 
     def _publish(self) -> None:
         publisher = self._publisher
         while True:
             try:
-                batch = self._batches.get(timeout=_POLL_SECONDS)
+                lost, batch = self._batches.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 if self._ends.is_set():
                     return
                 publisher.serve(0)
             else:
+                publisher.skip(lost)
                 publisher.publish(encode(batch))
 
 
