@@ -9,8 +9,12 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
-(`kvcore.cluster.phases`); requests, in the order of the workload; ends of steps, by their picosecond and the number of the replica; requests
-that these ends have brought about; and plans of next steps, likewise.
+(`kvcore.cluster.phases`); requests, in the order of the workload; ends of steps, by their
+picosecond and the number of the replica; requests that these ends have brought about; and
+plans of next steps, likewise. Of one time, the lines of a replica stand in the trace in the
+order in which they came about; in which order replicas do says nothing.
+
+Hints for prefetches are not followed: a replica is picked when a request comes.
 """
 
 from __future__ import annotations
