@@ -79,6 +79,11 @@ class Autoscaler:
         return min(planner.start or planner.least, len(self._servers))
 
     @property
+    def numbers(self) -> list[int]:
+        """The replicas of the pool."""
+        return list(self._servers)
+
+    @property
     def members(self) -> list[int]:
         """The replicas that are up or start up, by number."""
         return sorted(self._since)

@@ -9,9 +9,9 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
-(`kvcore.cluster.phases`); requests, in the order of the workload; ends of steps, by their
-picosecond and the number of the replica; requests that these ends have brought about; and
-plans of next steps, likewise. Of one time, the lines of a replica stand in the trace in the
+between replicas; requests, in the order of the workload; ends of steps, by their picosecond
+and the number of the replica; requests that these ends have brought about; and plans of next
+steps, likewise. Of one time, the lines of a replica stand in the trace in the
 order in which they came about; in which order replicas do says nothing.
 
 Hints for prefetches are not followed: a replica is picked when a request comes.
@@ -115,6 +115,7 @@ class Cluster:
     Attributes:
         servers: the replicas.
         dispatcher: the router, and what it sees.
+        scalers: what starts and stops replicas, for each pool.
         refused: requests that the router turned away, with their time of arrival and why.
         retried: how often a request was served again since its replica failed.
     """
@@ -146,14 +147,17 @@ class Cluster:
         # Whether what ends at one replica brings something about at another.
         self._chained = False
         self._returns = 0
-        self.scaler: Autoscaler | None = None
-        up = len(self.servers)
+        # Of each replica that a planner starts and stops.
+        self._scaler_of: dict[int, Autoscaler] = {}
+        self.scalers = [] if planner is None else self._scaled(planner, slo)
+        for scaler in self.scalers:
+            self._scaler_of |= dict.fromkeys(scaler.numbers, scaler)
+        for server in self.servers:
+            own = self._scaler_of.get(server.number)
+            if own is None or server.number in own.members:
+                self._join(server, 0)
         if planner is not None:
-            self.scaler = Autoscaler(planner, self.servers, slo)
-            up = self.scaler.first
-            self._plan_at(self.scaler.interval)
-        for server in self.servers[:up]:
-            self._join(server, 0)
+            self._plan_at(self.scalers[0].interval)
         self._fail_at = NEVER
         if failures and planner is not None:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
@@ -187,8 +191,8 @@ class Cluster:
                 break
         self._check_all_served()
         arrivals.check_all_came()
-        if self.scaler is not None:
-            self.scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
+        for scaler in self.scalers:
+            scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
         if self._trace is not None:
             self._trace.flush(NEVER)
 
@@ -207,6 +211,10 @@ class Cluster:
         self.dispatcher = Dispatcher(router, replicas, view)
         return view.wants_events and router.uses_hits
 
+    def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
+        """Return what starts and stops the replicas of each pool."""
+        return [Autoscaler(planner, self.servers, slo)]
+
     def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
         """Return what routes to a replica, and how it sees that."""
         return self.dispatcher, self.dispatcher.replicas[server.number]
@@ -222,8 +230,8 @@ class Cluster:
             del server.sent[request.id]
             dispatcher, replica = self._seen(server)
             dispatcher.ended(request, replica, now)
-            if self.scaler is not None:
-                self.scaler.ended(request.prompt_tokens)
+            if number in self._scaler_of:
+                self._scaler_of[number].ended(request.prompt_tokens)
             self._ended(server, request, now)
 
         server = Server(number, lambda: start(on_first_token, on_ended))
@@ -268,6 +276,9 @@ class Cluster:
         if server.busy:
             self._schedule(END, server, loop.due(self._horizon, telling=self._telling))
             return
+        if server.draining is not None and not server.sent:
+            self._stop(server, now)
+            return
         wake = loop.idle_until()
         if wake < NEVER:
             self._schedule(BEGIN, server, max(wake * PS_PER_NS, loop.clock_ps))
@@ -297,8 +308,8 @@ class Cluster:
         if self._trace is not None:
             self._trace.route(now, request, replica.number, replica.hit_tokens)
         server.sent[request.id] = arrival, request
-        if self.scaler is not None:
-            self.scaler.sent(request.prompt_tokens)
+        if server.number in self._scaler_of:
+            self._scaler_of[server.number].sent(request.prompt_tokens)
         server.loop.inbox.put(request, now, arrival)
         self._touch(server, now)
 
@@ -382,13 +393,11 @@ class Cluster:
 
     def _plan(self, _: Server, now: int) -> None:
         """PLAN: start and stop replicas as the planner wants it."""
-        scaler = self.scaler
-        assert scaler is not None
-        for change in scaler.decide(now):
+        for change in [change for scaler in self.scalers for change in scaler.decide(now)]:
             server = self.servers[change.replica]
             if change.up:
                 self._returns += 1
-                due = now + scaler.start_up
+                due = now + self.scalers[0].start_up
                 heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
                 continue
             self._leave(server, now)
@@ -397,12 +406,11 @@ class Cluster:
             if not server.sent:
                 self._stop(server, now)
         if self._arrivals.next_at < NEVER or any(server.sent for server in self.servers):
-            self._plan_at(now + scaler.interval)
+            self._plan_at(now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:
         """Stop a replica that is sent no more requests and has none: its K/V is lost."""
-        assert self.scaler is not None
-        self.scaler.stopped(server, now)
+        self._scaler_of[server.number].stopped(server, now)
         if self._trace is not None:
             self._trace.fail(now, server.number)
         server.draining = None

@@ -21,13 +21,15 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
+from kvcore.cluster.autoscale import Autoscaler
 from kvcore.cluster.cluster import MOVED, Cluster
+from kvcore.cluster.planner import Phase, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.result import Phases, Transfers
 from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
-from kvcore.request import Request
+from kvcore.request import SLO, Request
 from kvcore.serving.scheduler import DECODE, Job
 from kvcore.tiers.tier import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
@@ -36,7 +38,7 @@ POOLS = ("prefill", "decode", "mixed")
 """What replicas of a cluster with split phases do, in the order of their numbers."""
 
 FULL = 0.9
-"""Share of its blocks in use from which on a replica counts as full, and another is borrowed."""
+"""Share of its blocks in use from which on a replica is full, and another is borrowed."""
 
 
 def _rate(text: str) -> int:
@@ -270,6 +272,7 @@ class PhaseLoop(ReplicaLoop):
                 continue
             before = move.job
             assert before is not None
+            self._cache.adopt(request)
             known = ("admitted", "hit", "loaded", "pauses", "recomputes", "swaps")
             names = {name: getattr(before, name) for name in known}
             self._arrive(request, sent, arrival, **names)
@@ -369,6 +372,19 @@ class PhaseCluster(Cluster):
         self._replicas = replicas
         return any(d.view.wants_events and d.router.uses_hits for d in self.pools.values())
 
+    def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
+        """Return what starts and stops prefill and decode replicas; mixed ones are all up."""
+        phases: tuple[Phase, Phase] = ("prefill", "decode")
+        return [
+            Autoscaler(
+                type(planner)(**planner.options()),
+                [each for each in self.servers if self.split.pool(each.number) == phase],
+                slo,
+                phase,
+            )
+            for phase in phases
+        ]
+
     def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
         number = server.number
         return self.pools[self.split.pool(number)], self._replicas[number]
@@ -421,21 +437,23 @@ class PhaseCluster(Cluster):
             else:
                 self._refuse(request, now, arrival, "all replicas that prefill have failed")
             return
-        server = self._dispatch(pool, request, now, arrival)
+        splits = name == "prefill" and request.output_tokens > 1
+        leg = "prefill" if splits else ""
+        server = self._dispatch(pool, request, now, arrival, leg)
         if server is None:
             self._refuse(request, now, arrival, "the router refused it")
             return
-        leg = request
-        if name == "prefill" and request.output_tokens > 1:
+        sent = request
+        if splits:
             self._serial += 1
             move = Move(request, arrival, self._serial, server)
             self._moves[request.id] = _loop(server).outgoing[request.id] = move
-            leg = attrs.evolve(request, output_tokens=1, output_keys=())
-        server.loop.inbox.put(leg, now, arrival)
+            sent = attrs.evolve(request, output_tokens=1, output_keys=())
+        server.loop.inbox.put(sent, now, arrival)
         self._touch(server, now)
 
     def _dispatch(
-        self, pool: Dispatcher, request: Request, now: int, arrival: int
+        self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str
     ) -> Server | None:
         """Ask the router of a pool; return the replica, or None if it refuses."""
         replica = pool.route(request, now)
@@ -443,8 +461,10 @@ class PhaseCluster(Cluster):
             return None
         server = self.servers[replica.number]
         server.sent[request.id] = arrival, request
+        if server.number in self._scaler_of:
+            self._scaler_of[server.number].sent(request.prompt_tokens)
         if self._trace is not None:
-            self._trace.route(now, request, replica.number, replica.hit_tokens)
+            self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
         return server
 
     def _send(self, move: Move, now: int) -> None:
@@ -459,7 +479,7 @@ class PhaseCluster(Cluster):
             return
         move.target = None
         if pool.up:
-            move.target = self._dispatch(pool, move.request, now, move.arrival)
+            move.target = self._dispatch(pool, move.request, now, move.arrival, "decode")
         if move.target is None:
             move.refused = (
                 "the router refused it" if pool.up else "all replicas that decode have failed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +23,7 @@ from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.simulate import check_cache
 from kvcore.trace.cluster import ClusterTrace
+from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys
 
 ReplicaParts = Callable[[Recorder | None], Mapping[str, Any]]
@@ -106,9 +109,6 @@ def simulate_cluster(
 
         return start
 
-    if phases is not None and planner is not None:
-        msg = "disaggregate= and autoscale= cannot go together yet: give one of them"
-        raise InputError(msg)
     made = Cluster if phases is None else partial(PhaseCluster, **phases)
     cluster = made(
         Arrivals(check_keys(workload), rate_scale),
@@ -128,9 +128,10 @@ def simulate_cluster(
         }
         if phases is not None:
             routing |= {"disaggregate": str(phases["split"])}
-        if cluster.scaler is not None:
-            routing |= {"autoscale": describe(cluster.scaler.planner)}
-            routing |= {"up": cluster.scaler.first}
+            routing |= {"block_bytes": phases["block_bytes"]}
+        if planner is not None:
+            up = [server.number for server in cluster.servers if server.up]
+            routing |= {"autoscale": describe(planner), "up": up}
         trace.begin(describe(router), routing=routing, **(header or {}))
     begun = perf_counter()
     cluster.run()
@@ -148,7 +149,10 @@ def simulate_cluster(
         for loop in server.lives
     ]
     log, places = merge_logs(logs, cluster, slo)
-    scaler = cluster.scaler
+    changes = sorted(
+        chain.from_iterable(scaler.changes for scaler in cluster.scalers),
+        key=attrgetter("at", "replica"),
+    )
     return ClusterResult(
         log,
         places,
@@ -156,10 +160,18 @@ def simulate_cluster(
         router,
         cluster.retried,
         wall_s,
-        () if scaler is None else scaler.changes,
-        None if scaler is None else scaler.rented,
+        changes,
+        None if planner is None else _rented(cluster),
         cluster.figures() if isinstance(cluster, PhaseCluster) else None,
     )
+
+
+def _rented(cluster: Cluster) -> int:
+    """Return for how many ns replicas were up, those that no planner stops to the end."""
+    scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
+    end = max(server.loop.clock_ps for server in cluster.servers) // PS_PER_NS
+    always = sum(server.number not in scaled for server in cluster.servers)
+    return sum(scaler.rented for scaler in cluster.scalers) + always * end
 
 
 def check_block_sizes(caches: Iterable[KVCache]) -> None:

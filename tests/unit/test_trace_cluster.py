@@ -207,8 +207,8 @@ class TestForgeries:
             {"routing": {"view": "exact", "fail": []}},
             {"routing": {"view": "exact", "fail": ["replica=x"]}},
             {"routing": {"view": "exact", "fail": 7}},
-            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": 9}},
-            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": 2}},
+            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": [9]}},
+            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": [0, 1]}},
         ],
     )
     def test_the_header_of_another_cluster(self, path, forge, change):
