@@ -746,6 +746,11 @@ class KVCache:
             f"{self.pool.blocks} are free and {self.tree.unpinned_blocks - kept} can be evicted"
         )
 
+    def adopt(self, request: Request) -> None:
+        """Let `request`, which another server has admitted, be opened here as one resumed."""
+        if self.trace is not None:
+            self._admitted.add(request.id)
+
     def _check_admission(self, request: Request, *, resumed: bool) -> None:
         """Refuse an admission that would make the trace contradict itself.
 

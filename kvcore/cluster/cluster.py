@@ -9,8 +9,9 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
 a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
-(`kvcore.cluster.phases`); requests, in the order of the workload; ends of steps, by their picosecond and the number of the replica; requests
-that these ends have brought about; and plans of next steps, likewise.
+between replicas; requests, in the order of the workload; ends of steps, by their picosecond
+and the number of the replica; requests that these ends have brought about; and plans of next
+steps, likewise.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ class Cluster:
         loop.wake(now)
         server.busy = loop.begin()
         if server.busy:
-            self._schedule(END, server, loop.due(self._horizon(), telling=self._telling))
+            self._schedule(END, server, loop.due(self._horizon, telling=self._telling))
             return
         if server.draining is not None and not server.sent:
             self._stop(server, now)
@@ -335,7 +336,7 @@ class Cluster:
         self._next_failure()
         dispatcher, replica = self._seen(server)
         if server.busy:
-            server.loop.interrupt(now)
+            server.loop.break_off(now)
         if self._trace is not None:
             self._trace.fail(now, server.number)
         lost = list(server.sent.values())

@@ -38,7 +38,7 @@ POOLS = ("prefill", "decode", "mixed")
 """What replicas of a cluster with split phases do, in the order of their numbers."""
 
 FULL = 0.9
-"""Share of its blocks in use from which on a replica counts as full, and another is borrowed."""
+"""Share of its blocks in use from which on a replica is full, and another is borrowed."""
 
 
 def _rate(text: str) -> int:
@@ -272,6 +272,7 @@ class PhaseLoop(ReplicaLoop):
                 continue
             before = move.job
             assert before is not None
+            self._cache.adopt(request)
             known = ("admitted", "hit", "loaded", "pauses", "recomputes", "swaps")
             names = {name: getattr(before, name) for name in known}
             self._arrive(request, sent, arrival, **names)
@@ -436,21 +437,23 @@ class PhaseCluster(Cluster):
             else:
                 self._refuse(request, now, arrival, "all replicas that prefill have failed")
             return
-        server = self._dispatch(pool, request, now, arrival)
+        splits = name == "prefill" and request.output_tokens > 1
+        leg = "prefill" if splits else ""
+        server = self._dispatch(pool, request, now, arrival, leg)
         if server is None:
             self._refuse(request, now, arrival, "the router refused it")
             return
-        leg = request
-        if name == "prefill" and request.output_tokens > 1:
+        sent = request
+        if splits:
             self._serial += 1
             move = Move(request, arrival, self._serial, server)
             self._moves[request.id] = _loop(server).outgoing[request.id] = move
-            leg = attrs.evolve(request, output_tokens=1, output_keys=())
-        server.loop.inbox.put(leg, now, arrival)
+            sent = attrs.evolve(request, output_tokens=1, output_keys=())
+        server.loop.inbox.put(sent, now, arrival)
         self._touch(server, now)
 
     def _dispatch(
-        self, pool: Dispatcher, request: Request, now: int, arrival: int
+        self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str
     ) -> Server | None:
         """Ask the router of a pool; return the replica, or None if it refuses."""
         replica = pool.route(request, now)
@@ -461,7 +464,7 @@ class PhaseCluster(Cluster):
         if server.number in self._scaler_of:
             self._scaler_of[server.number].sent(request.prompt_tokens)
         if self._trace is not None:
-            self._trace.route(now, request, replica.number, replica.hit_tokens)
+            self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
         return server
 
     def _send(self, move: Move, now: int) -> None:
@@ -476,7 +479,7 @@ class PhaseCluster(Cluster):
             return
         move.target = None
         if pool.up:
-            move.target = self._dispatch(pool, move.request, now, move.arrival)
+            move.target = self._dispatch(pool, move.request, now, move.arrival, "decode")
         if move.target is None:
             move.refused = (
                 "the router refused it" if pool.up else "all replicas that decode have failed"

@@ -89,8 +89,10 @@ class ReplicaLoop(ServingLoop):
         self.cache, self.latency, self.executor = cache, latency, executor
         self.handed: set[int] = set()
         self._on_first_token = on_first_token
+        # The steps of a jump that has begun and is not run yet, and their times.
+        self._ahead: tuple[int, StepTimes] | None = None
 
-    def due(self, horizon: int, *, telling: bool) -> int:
+    def due(self, horizon: Callable[[], int], *, telling: bool) -> int:
         """Return when (ps) the turn that has begun ends, if no request comes before.
 
         A jump over decode steps is not run before it ends, or a request comes (`interrupt`).
@@ -98,7 +100,7 @@ class ReplicaLoop(ServingLoop):
         when they go, it is run at once, up to `horizon`.
 
         Args:
-            horizon: the time (ns) before which nothing comes to this replica.
+            horizon: returns the time (ns) before which nothing comes to this replica.
             telling: whether evictions are told.
         """
         if self.batcher.chunks or not self._jumps:
@@ -106,25 +108,53 @@ class ReplicaLoop(ServingLoop):
             return self.clock_ps + self._computed.took_ps
         lines, event = self._foreseen()
         event_ps = event * PS_PER_NS if event < NEVER else None
-        cache = self._cache
-        # What a tier does with evicted blocks may take others.
-        evicts = not (telling or cache.tiers)
-        room = cache.available_blocks if evicts else cache.pool.free_blocks
-        took_ps = self.allocator.foresee(lines, self.clock_ps, event_ps, room)
-        if took_ps is None:
-            self._jumped = self._jump(horizon)
-            took_ps = self._jumped[1]
-        return self.clock_ps + took_ps
+        steps, times = self.allocator.foresee(lines, self.clock_ps, event_ps)
+        if steps > 1 and self._growth(steps) > self._room(telling=telling):
+            self._jumped = self._jump(horizon())
+            return self.clock_ps + self._jumped[1]
+        self._ahead = steps, times
+        return self.clock_ps + times.total(steps)
 
     def interrupt(self, now: int) -> int | None:
         """Cut the jump that is under way short at `now` (ns); return when (ps) it ends.
 
         None if no jump is under way that could end earlier.
         """
-        if self.batcher.chunks or not self._jumps or self._jumped is not None:
+        if self._ahead is None:
             return None
-        self._jumped = self._jump(now)
+        steps, times = self._ahead
+        self._ahead = None
+        if steps > 1:
+            steps = times.reach(now * PS_PER_NS - self.clock_ps, steps)
+        self._jumped = self.allocator.run(steps, times, self.clock_ps)
         return self.clock_ps + self._jumped[1]
+
+    def break_off(self, now: int) -> None:
+        """Let the turn that is under way end at `now` (ns), and be the last."""
+        self.interrupt(now)
+        # What was allocated for the batch as a whole is that of its sequences.
+        for job in self.batch:
+            self.allocator.settle(job)
+
+    def end(self) -> None:
+        """Run what is left of the turn that has begun to its end."""
+        if self._ahead is not None:
+            self._jumped = self.allocator.run(*self._ahead, self.clock_ps)
+            self._ahead = None
+        super().end()
+
+    def _growth(self, steps: int) -> int:
+        """Return the blocks that the batch takes for the steps after the next, up to so many."""
+        first = self.batch.steps.count + 1
+        return self.batch.growth_between(first, first + steps - 1)
+
+    def _room(self, *, telling: bool) -> int:
+        """Return the blocks that a jump may take which nobody hears of before it ends."""
+        cache = self._cache
+        # What a tier does with evicted blocks may take others.
+        if telling or cache.tiers:
+            return cache.pool.free_blocks
+        return cache.available_blocks
 
     def wake(self, now: int) -> None:
         """Move the clock of an idle loop to `now` (ns)."""
@@ -148,13 +178,9 @@ class ReplicaLoop(ServingLoop):
         blocks = self._cache.pool.blocks
         held = blocks - self._cache.available_blocks
         elapsed_ps = now * PS_PER_NS - self.clock_ps
-        if self._jumps and self._jumped is None and not self.batcher.chunks:
-            batch = self.batch
-            if batch.size and elapsed_ps > 0:
-                times = StepTimes(self._foreseen()[0], batch.context, batch.growth)
-                steps = times.reach(elapsed_ps, batch.until_change())
-                first = batch.steps.count + 1
-                held += batch.growth_between(first, first + steps - 1)
+        if self._ahead is not None and elapsed_ps > 0:
+            steps, times = self._ahead
+            held += self._growth(times.reach(elapsed_ps, steps))
         return held / blocks
 
     def replica(self, number: int) -> Replica:

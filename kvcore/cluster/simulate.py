@@ -128,6 +128,7 @@ def simulate_cluster(
         }
         if phases is not None:
             routing |= {"disaggregate": str(phases["split"])}
+            routing |= {"block_bytes": phases["block_bytes"]}
         if planner is not None:
             up = [server.number for server in cluster.servers if server.up]
             routing |= {"autoscale": describe(planner), "up": up}

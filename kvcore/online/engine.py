@@ -23,11 +23,13 @@ from kvcore.online.stored import StoredBlocks
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.batcher import Batching
 from kvcore.serving.loop import NEVER, Arrivals, RunLog, ServingLoop
-from kvcore.serving.scheduler import DECODE, DONE, PREFILL, WAITING, Job, Scheduler
+from kvcore.serving.scheduler import DONE, Job, Scheduler
 from kvcore.units import NS_PER_S, PS_PER_NS
 
 FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
 """How a request ends."""
+
+GONE = "its client has gone"
 
 
 @attrs.frozen
@@ -184,14 +186,15 @@ class LiveLoop(ServingLoop):
         self.listeners: dict[int | str, Listener] = {}
         self._tensors = executor
         self._stored = stored
+        self._leaving: set[int | str] = set()
         self._began_ns = perf_counter_ns()
 
     def begin(self) -> bool:
         """Take what has come, let go of those whose clients have gone, and plan."""
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
-        if self.inbox.left:
-            self._let_go(self.clock_ps // PS_PER_NS)
+        if self.inbox.left or self._leaving:
+            self._let_go()
         return super().begin()
 
     def end(self) -> None:
@@ -254,44 +257,31 @@ class LiveLoop(ServingLoop):
         if self._stored is not None and isinstance(request, TextRequest):
             self._stored.closed(request)
 
-    def _let_go(self, now: int) -> None:
+    def _let_go(self) -> None:
         """Abort the requests whose clients have gone.
 
-        One that is to be loaded or to resume is left until it runs.
+        One that waits for a transfer, or for its blocks after a preemption, is left until then.
         """
         inbox = self.inbox
         with inbox.changed:
-            left, inbox.left = inbox.left, set()
-        stay = set()
+            left, inbox.left = inbox.left | self._leaving, set()
+        self._leaving = set()
         for name in left:
-            if name not in self.open:
-                if name in self.listeners:
-                    stay.add(name)  # it is in the inbox
-            elif not self._abort(self.open[name], now):
-                stay.add(name)
-        with inbox.changed:
-            inbox.left |= stay
+            each = self.open.get(name)
+            # One that is not open is in the inbox, or has ended.
+            if each is not None and self._abort(each):
+                continue
+            if each is not None or name in self.listeners:
+                self._leaving.add(name)
 
-    def _abort(self, each: OpenRequest, now: int) -> bool:
+    def _abort(self, each: OpenRequest) -> bool:
         """End a request before its time; return False if that has to wait until it runs."""
-        job, trace, request = each.job, self._cache.trace, each.job.request
-        waits = job.stage == WAITING and job.admitted is None
-        if not (waits or job.stage in (PREFILL, DECODE)):
+        name = each.job.request.id
+        self.log.cancelled = name
+        if not self.abort(each.job, GONE):
             return False
-        self.log.cancelled = request.id
-        if waits:
-            self.batcher.waiting.remove(job, now)
-            self.batcher.changed = True
-            self._reject(job, "its client has gone", now)
-        elif job.seq is not None:
-            job.output_tokens = job.generated
-            if trace is not None:
-                trace.finish(now, request=request.id, seq=job.seq.id, output=job.output_tokens)
-            self.batcher.abort(job, now)
-            self.log.ended(job, now)
-            self._gone(request, now)
-        self._tensors.streams.pop(request.id, None)
-        del self.open[request.id]
+        self._tensors.streams.pop(name, None)
+        del self.open[name]
         each.listener(Tokens(end=CANCELLED))
         return True
 

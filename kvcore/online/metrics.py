@@ -20,7 +20,7 @@ def server_metrics(
     def add(name: str, kind: str, text: str, *samples: tuple[str, float]) -> None:
         lines.append(f"# HELP {name} {text}")
         lines.append(f"# TYPE {name} {kind}")
-        lines.extend(f"{name}{labels} {value:g}" for labels, value in samples)
+        lines.extend(f"{name}{labels} {value}" for labels, value in samples)
 
     add(
         "vllm:num_requests_running",

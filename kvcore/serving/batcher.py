@@ -321,15 +321,32 @@ class Batcher:
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 
-    def abort(self, job: Job, now: int) -> None:
-        """Take a job that prefills or decodes off the server, with all that it holds."""
-        self._leave_batch(job)
-        job.stage = DONE
-        self._allocator.close(job, now)
+    def abort(self, job: Job, now: int) -> bool:
+        """Take `job` off the server before its end, with all that it holds.
+
+        Return False if that has to wait: a transfer still writes into its blocks, or it has
+        been preempted and has none, and ends when it is admitted again.
+        """
+        if job.stage == LOADING or (job.stage == WAITING and job.admitted is not None):
+            return False
+        trace, seq = self._cache.trace, job.seq
+        if job.stage in (WAITING, PAUSED):
+            self.waiting.remove(job, now)
+            self.paused.pop(job, None)
+        else:
+            self._leave_batch(job)
+        if trace is not None and seq is not None:
+            if job.stage == PAUSED:
+                trace.resume(now, request=job.request.id, seq=seq.id)
+            trace.finish(now, request=job.request.id, seq=seq.id, output=job.generated)
+        job.output_tokens, job.stage = job.generated, DONE
+        if seq is not None:
+            self._allocator.close(job, now)
+            if self._finished is not None:
+                self._call("finished", self._finished, job, now)
         self.blocked_job = None
         self.changed = True
-        if self._finished is not None:
-            self._call("finished", self._finished, job, now)
+        return True
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""

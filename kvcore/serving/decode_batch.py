@@ -593,32 +593,24 @@ class DecodeAllocator:
         Returns:
             The number of steps, and the picoseconds they took.
         """
+        return self.run(*self.foresee(lines, clock_ps, event_ps), clock_ps)
+
+    def foresee(
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+    ) -> tuple[int, StepTimes]:
+        """Return how many steps `jump` would run, given the same and room, and their times."""
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
+        return steps, times
+
+    def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
+        """Run so many steps, or as many as there is room for, as `jump` does."""
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
-        return batch.advance(clock_ps, times.segments(steps))
-
-    def foresee(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None, room: int
-    ) -> int | None:
-        """Return how many ps `jump` would take now, with the same arguments. Pure.
-
-        None if the steps need more than `room` blocks.
-        """
-        batch = self._batch
-        times = StepTimes(lines, batch.context, batch.growth)
-        steps = batch.until_change()
-        if steps > 1:
-            if event_ps is not None:
-                steps = times.reach(event_ps - clock_ps, steps)
-            first = batch.steps.count + 1
-            if batch.growth_between(first, first + steps - 1) > room:
-                return None
-        return times.total(steps)
+        return self._batch.advance(clock_ps, times.segments(steps))
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""

@@ -430,6 +430,18 @@ class ServingLoop:
         else:
             self._decode_steps()
 
+    def abort(self, job: Job, why: str) -> bool:
+        """End `job` before its time, between two turns; return False if that has to wait."""
+        now = self.clock_ps // PS_PER_NS
+        if not self.batcher.abort(job, now):
+            return False
+        if job.seq is None:
+            self._reject(job, why, now)
+        else:
+            self.log.ended(job, now)
+            self._arrivals.ended(job.request, now)
+        return True
+
     def fragmentation(self) -> Fragmentation | None:
         """Return what the memory was used for; None, since this loop does not measure it."""
         return None

@@ -153,10 +153,13 @@ class ClusterTrace:
         """Write REQUEST."""
         self.put(self._trace.request_line(request, now))
 
-    def route(self, now: int, request: Request, replica: int, hit_tokens: int) -> None:
+    def route(
+        self, now: int, request: Request, replica: int, hit_tokens: int, leg: str = ""
+    ) -> None:
         """Write ROUTE: `request` is sent to `replica`, which is thought to have so much."""
         line = {"n": 0, "t": now, "event": "ROUTE", "request": request.id, "replica": replica}
-        self.put(line | ({"tokens": hit_tokens} if hit_tokens else {}))
+        line |= {"tokens": hit_tokens} if hit_tokens else {}
+        self.put(line | ({"leg": leg} if leg else {}))
 
     def refuse(self, now: int, request: Request, why: str) -> None:
         """Write REJECT: no replica got `request`."""

@@ -79,6 +79,22 @@ class CheckedReplica:
         }
 
 
+@attrs.define
+class Moving:
+    """A request between the replica that prefills it and the one that decodes it.
+
+    Attributes:
+        source, target: the replicas; None: not known yet.
+        blocks: blocks of it that were moved.
+        missing: blocks of its prompt that the target had not.
+    """
+
+    source: int
+    target: int | None = None
+    blocks: int = 0
+    missing: int = 0
+
+
 class ClusterChecker:
     """Checks each event of a cluster's trace.
 
@@ -105,6 +121,9 @@ class ClusterChecker:
         self._at: dict[int | str, int] = {}
         self._since: dict[int | str, int] = {}
         self._returned: int | None = None
+        # Of split phases: requests between their replicas, and how much of them has moved.
+        self._moving: dict[int | str, Moving] = {}
+        self._handed = 0
         routing = header.routing or {}
         self._scales = "autoscale" in routing
         self._failures = None
@@ -128,6 +147,8 @@ class ClusterChecker:
         if placed is None:
             if name == "REQUEST":
                 self._request(event)  # type: ignore[arg-type]
+            elif name == "TRANSFER":
+                self._transfer(event)  # type: ignore[arg-type]
             elif name == "END":
                 self._end(event)  # type: ignore[arg-type]
             return
@@ -141,8 +162,14 @@ class ClusterChecker:
         if name == "ROUTE":
             self._route(event, line, replica)  # type: ignore[arg-type]
         replica.life.apply(line)
+        if name == "ROUTE" and event.leg == "decode":  # type: ignore[attr-defined]
+            replica.life.lifecycles.adopt(event.request)  # type: ignore[attr-defined]
         if name in ("FINISH", "REJECT"):
-            del self._at[event.request]  # type: ignore[attr-defined]
+            self._finish(event.request, number)  # type: ignore[attr-defined]
+        elif name == "HIT":
+            moving = self._moving.get(event.request)  # type: ignore[attr-defined]
+            if moving is not None and moving.target == number:
+                moving.missing -= event.blocks  # type: ignore[attr-defined]
         elif name == "KEYS":
             replica.sent.update(event.keys)  # type: ignore[attr-defined]
 
@@ -155,7 +182,7 @@ class ClusterChecker:
             hits.add(replica.life.state.hits)
         return {
             "pool": _sums(part["pool"] for part in parts),
-            "finished": sum(part["finished"] for part in parts),
+            "finished": sum(part["finished"] for part in parts) - self._handed,
             "rejected": self._rejected + sum(part["rejected"] for part in parts),
             "preemptions": _sums(part["preemptions"] for part in parts),
             "hit": hits.as_dict(),
@@ -181,9 +208,51 @@ class ClusterChecker:
             violated(f"request {event.request!r} does not wait to be routed")
         self._rejected += 1
 
+    def _transfer(self, event: events.Transfer) -> None:
+        """Check that K/V moves between the replicas of a request, and how much."""
+        moving = self._moving.get(event.request)
+        if moving is None or (moving.source, moving.target) != (event.source, event.target):
+            violated(f"request {event.request!r} does not move so")
+        assert moving is not None
+        moving.blocks += event.blocks
+        size = (self._header.routing or {}).get("block_bytes")
+        if type(size) is not int or event.bytes != event.blocks * size:
+            violated(f"{event.blocks} blocks of {size} bytes are not {event.bytes} bytes")
+        if event.done < event.t:
+            violated(f"K/V is there at {event.done} ns, before it moves")
+
+    def _finish(self, request: int | str, number: int) -> None:
+        """Record that a request has ended at a replica, or goes on elsewhere."""
+        moving = self._moving.get(request)
+        if moving is not None and moving.source == number:
+            if self._at[request] != number and moving.blocks != moving.missing:
+                violated(
+                    f"{moving.blocks} blocks of request {request!r} are moved, "
+                    f"{moving.missing} were missing"
+                )
+            del self._moving[request]
+            self._handed += self._at[request] != number
+            if self._at[request] == number:
+                self._since[request] = self._at.pop(request)
+            return
+        del self._at[request]
+
     def _route(
         self, event: events.Route, request: events.Request, replica: CheckedReplica
     ) -> None:
+        if event.leg == "decode":
+            moving = self._moving.get(event.request)
+            if moving is None or moving.target is not None:
+                violated(f"request {event.request!r} is not being prefilled elsewhere")
+            assert moving is not None
+            moving.target = event.replica  # type: ignore[assignment]
+            moving.missing = -(-request.prompt // self._header.block_size)
+            self._at[event.request] = event.replica  # type: ignore[assignment]
+            replica.routed += 1
+            replica.sent.update(request.keys, request.output_keys or ())
+            return
+        if event.leg == "prefill":
+            self._moving[event.request] = Moving(event.replica)  # type: ignore[arg-type]
         if event.request in self._at:
             violated(f"request {event.request!r} is at replica {self._at[event.request]}")
         if replica.leaving:

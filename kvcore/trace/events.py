@@ -224,10 +224,29 @@ class Request(Event, tag="REQUEST"):
 
 
 class Route(Event, tag="ROUTE"):
-    """A request is sent to a replica, which is thought to have `tokens` of its prompt."""
+    """A request is sent to a replica, which is thought to have `tokens` of its prompt.
+
+    With split phases `leg` says what it is to do: give its first token, or all others.
+    """
 
     request: RequestId
     tokens: Count | UnsetType = UNSET
+    leg: Literal["prefill", "decode"] | UnsetType = UNSET
+
+
+class Transfer(Event, tag="TRANSFER"):
+    """K/V of a request begins to move to the replica that decodes it.
+
+    `blocks` blocks of `bytes` bytes in all, from replica `source` to `target`, where they can
+    be used at `done` (ns).
+    """
+
+    request: RequestId
+    source: Count
+    target: Count
+    blocks: Count
+    bytes: Count
+    done: Count
 
 
 class Fail(Event, tag="FAIL"):
@@ -479,9 +498,9 @@ class End(Event, tag="END"):
 
 
 _TAGGED = (
-    Header | Request | Route | Fail | Return | Leave | Prefetch | Hit | Miss | Split | Alloc
-    | Commit | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt | Resume | Recover
-    | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
+    Header | Request | Route | Transfer | Fail | Return | Leave | Prefetch | Hit | Miss
+    | Split | Alloc | Commit | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt
+    | Resume | Recover | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
 )  # fmt: skip
 
 EVENTS: dict[str, type[Event]] = {
@@ -489,7 +508,7 @@ EVENTS: dict[str, type[Event]] = {
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
-OF_CLUSTERS = ("ROUTE", "FAIL", "RETURN", "LEAVE")
+OF_CLUSTERS = ("ROUTE", "TRANSFER", "FAIL", "RETURN", "LEAVE")
 """Events that no server by itself has."""
 
 # Not as a property: readers ask for it several times a line.
@@ -509,7 +528,7 @@ REQUIRED_NAMES: dict[type[Event], int] = {
 """How many names the line of a Struct has if it leaves all optional fields out."""
 
 PLACED_NAMES: dict[type[Event], int] = {
-    struct: count + (struct not in (Header, Request, Reject, End))
+    struct: count + (struct not in (Header, Request, Reject, Transfer, End))
     for struct, count in REQUIRED_NAMES.items()
 }
 """How many it has in the trace of a cluster, where most lines have a `replica`."""

@@ -77,6 +77,11 @@ class Lifecycles:
         """Record a request that asks for `output` tokens."""
         self._requests[request] = Lifecycle(request, output)
 
+    def adopt(self, request: int | str) -> None:
+        """Record that `request`, which has arrived, has its first token from elsewhere."""
+        life = self._requests[request]
+        life.stage, life.seq, life.answered = PREEMPTED, -1, True
+
     def announce(self, request: int | str) -> None:
         """Record that blocks are loaded for `request`, which is yet to arrive."""
         self._requests[request] = Lifecycle(request, 0, ANNOUNCED)

@@ -70,6 +70,8 @@ class Replicas:
         self.up = [number in up for number in range(count)]
         self.lives = [int(each) for each in self.up]
         self.requests: dict[int | str, events.Request] = {}
+        # The replicas that prefill requests which others decode.
+        self.prefills: dict[int | str, int] = {}
 
     def place(self, event: Event) -> tuple[int, Event] | None:
         """Return the replica of the next line after HEADER, and the line as that has it.
@@ -82,7 +84,10 @@ class Replicas:
         """
         name, replica = event.event, event.replica
         if name in ("FINISH", "REJECT"):
-            self.requests.pop(event.request, None)  # type: ignore[attr-defined]
+            id_: int | str = event.request  # type: ignore[attr-defined]
+            if self.prefills.get(id_, UNSET) != replica:
+                self.requests.pop(id_, None)
+                self.prefills.pop(id_, None)
         if name in UNPLACED and replica is UNSET:
             if name == "REQUEST":
                 self.requests[event.id] = event  # type: ignore[attr-defined, assignment]
@@ -97,11 +102,16 @@ class Replicas:
         elif name == "FAIL":
             self.up[replica] = False
         elif name == "ROUTE":
-            id_: int | str = event.request  # type: ignore[attr-defined]
+            id_ = event.request  # type: ignore[attr-defined]
             request = self.requests.get(id_)
             if request is None:
                 violated(f"request {id_!r} does not wait to be routed")
-            return replica, replace(request, n=event.n, t=event.t, replica=replica)
+            legs = event.leg  # type: ignore[attr-defined]
+            placed = replace(request, n=event.n, t=event.t, replica=replica)
+            if legs == "prefill":
+                self.prefills[id_] = replica
+                return replica, replace(placed, output=1, output_keys=UNSET)
+            return replica, placed
         return replica, event
 
 
@@ -111,7 +121,7 @@ CHANGES = ("FAIL", "RETURN", "LEAVE")
 NOBODYS = ("REQUEST", "END")
 """Events that are of no replica."""
 
-UNPLACED = (*NOBODYS, "REJECT")
+UNPLACED = (*NOBODYS, "REJECT", "TRANSFER")
 """Events that may be of no replica: a router may refuse a request as well."""
 
 

@@ -153,7 +153,8 @@ def serve_cluster(
     if merged is not None:
         merged._trace.close()
     for lives in result.lives:
-        for life in lives:
+        # Blocks of growth that is only counted are nobody's when a replica fails.
+        for life in lives if trace else lives[-1:]:
             life.cache.check_integrity()
         last = lives[-1].cache
         assert not last.sequences

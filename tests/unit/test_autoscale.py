@@ -7,7 +7,7 @@ from kvcore import InputError, Request
 from kvcore.cluster import simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
-from kvcore.trace import Trace, read_events
+from kvcore.trace import Trace, read_events, replay
 
 SECOND = 10**9
 BUSY = 160
@@ -48,13 +48,12 @@ def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0"
     config = RunConfig.of(
         "simulate",
         workload=Wave(),
-        replicas=4,
         router="least-requests",
         latency="token-rate:prefill=1,decode=0.1",
         blocks=512,
         slo="ttft=3",
         autoscale=autoscale,
-        **options,
+        **{"replicas": 4, **options},
     )
     parts = ClusterParts(config)
     if trace is None:
@@ -118,6 +117,24 @@ def test_equal_commands_equal_bytes(tmp_path, planner):
     serve(tmp_path / "a.jsonl", planner)
     serve(tmp_path / "b.jsonl", planner)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_pools_of_split_phases_have_planners_of_their_own(tmp_path):
+    """Prefill replicas come and go with the prompts, decode replicas by themselves."""
+    result = serve(
+        tmp_path / "trace.jsonl",
+        "throughput:interval=20,start_up=10,cool_down=0",
+        replicas=5,
+        disaggregate="prefill=3,decode=2",
+    )
+    assert result.summary()["completed"] == len(list(Wave()))
+    starts = {change.replica for change in result.changes if change.up}
+    assert starts & {1, 2}
+    assert not starts & {0, 3}  # one of each pool is always up
+    assert result.replica_s < 5 * result.simulated_s
+    report = replay(tmp_path / "trace.jsonl")
+    assert report.complete
+    assert report.finished == len(list(Wave()))
 
 
 def test_failures_and_a_planner_are_too_much():

@@ -142,6 +142,8 @@ def test_other_objects_have_no_view():
 
 COLUMNS = {
     "simulation": {"id", "ttft_s", "hit_tokens"},
+    "cluster": {"id", "replica", "ttft_s"},
+    "routers": {"replicas", "router", "hit_ratio", "goodput"},
     "comparison": {"eviction", "blocks", "hit_ratio_block"},
     "curves": {"eviction", "options", "blocks", "hit_blocks", "hit_ratio"},
     "plan": {"replicas", "gpus", "pool_bytes", "slo_met"},

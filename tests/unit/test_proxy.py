@@ -629,16 +629,17 @@ def test_a_file_gives_servers_and_options(tmp_path):
     )
 
 
-def test_the_port_may_be_taken():
-    """Which is an error that says so."""
+def test_the_port_may_be_taken(tmp_path):
+    """Which is an error that says so, and leaves no file."""
 
     async def scene(proxy, servers, client):
         port = int(proxy.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"port {port} of 127.0.0.1"):
-            async with routed(1, port=port):
+            async with routed(1, port=port, trace=tmp_path / "day.jsonl"):
                 pass
 
     play(scene, count=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_client_is_that_of_openai():
@@ -717,3 +718,28 @@ def test_events_of_servers_say_where_a_prefix_is():
 def tell(publisher, *events):
     """Publish events in a batch."""
     publisher.publish(encode(EventBatch(ts=1.0, events=events)))
+
+
+def test_a_server_of_kvcore_tells_what_it_has():
+    """Its tokens, its events, and the keys that the proxy makes of both fit one another."""
+    pytest.importorskip("torch", reason="needs torch")
+    from helpers.online import free_port, serving  # noqa: PLC0415 - imports torch
+
+    from kvcore.online.server import ServeConfig  # noqa: PLC0415 - as above
+
+    live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+
+    async def run(url):
+        table = {"url": url, "kv_events": live, "kv_replay": replay}
+        text = " ".join(map(str, range(40)))
+        async with routed([], replicas=[table], view="events", router=Hits()) as parts:
+            proxy, _, client = parts
+            async with asyncio.timeout(30):
+                while sample(proxy, "hit_tokens_total") < 32:
+                    _, _, answer = await ask(client, prompt=text)
+                    assert json.loads(answer)["usage"]["prompt_tokens"] == 40
+            assert json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+
+    config = ServeConfig(port=0, name="tiny", grace=2, kv_events=live, kv_replay=replay)
+    with serving(config) as server:
+        asyncio.run(run(server.url))

@@ -1,0 +1,97 @@
+"""Requests that are aborted at any time leave nothing behind, and a trace that replays."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from helpers.policies import build
+from helpers.schedulers import scheduler_of
+from helpers.serving import SLOT, Bent, random_tiered_server, servers, tiered_servers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import KVCache, Trace
+from kvcore.serving import Batching
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import Arrivals, ServingLoop
+from kvcore.tiers import Tiers
+from kvcore.trace import check_trace
+
+SCHEDULERS = ("fcfs", "srpt", "urgent", "latest", "planning")
+
+
+class ImpatientLoop(ServingLoop):
+    """A loop whose clients leave by chance, before a turn begins.
+
+    Attributes:
+        aborted: how many did, by the stage of their jobs; and `late` those that had to wait.
+    """
+
+    def __init__(self, seed, *parts, **options):
+        self.random, self.aborted = Random(seed), Counter()
+        super().__init__(*parts, **options)
+
+    def begin(self):
+        """Let some jobs end, then begin."""
+        for job in [*self.batcher.running, *self.batcher.waiting]:
+            if self.random.random() < 0.1:
+                stage = job.stage
+                self.aborted[stage if self.abort(job, "left") else f"late {stage}"] += 1
+        return super().begin()
+
+
+def run(server, scheduler, seed):
+    """Serve with clients that leave; check the cache and the trace; return what was aborted."""
+    options = server.options | {"watermark": 0}
+    blocks, size, keys = (options.pop(n) for n in ("blocks", "block_size", "key_tokens"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.jsonl")
+        with Trace(path, mode="wall", executor="run") as trace:
+            cache = KVCache(
+                blocks,
+                size,
+                eviction=build(server.eviction),
+                accounting="tokens",
+                key_tokens=keys,
+                trace=trace,
+            )
+            if server.tiers:
+                Tiers(cache, server.tiers, SLOT)
+            latency = Bent(reach=server.windows)
+            loop = ImpatientLoop(
+                seed,
+                Arrivals(server.requests, prefetches=bool(server.tiers)),
+                cache,
+                scheduler_of(scheduler),
+                SimulatedExecutor(latency),
+                Batching(**options),
+            )
+            loop.run()
+        cache.check_integrity()
+        assert not cache.sequences
+        assert not [*loop.batcher.running, *loop.batcher.waiting, *loop.batcher.paused]
+        assert len(loop.log.ids) == len(server.requests)
+        report = check_trace(path)
+        assert report.finished + report.rejected == len(server.requests)
+    return loop.aborted
+
+
+@given(servers() | tiered_servers(), st.sampled_from(SCHEDULERS), st.integers(0, 99))
+def test_aborted_requests_leave_nothing_behind(server, scheduler, seed):
+    """Whatever a job does when it is aborted, each request ends once, and no block is lost."""
+    if server.requests:
+        run(server, scheduler, seed)
+
+
+@pytest.mark.parametrize("stage", ["waiting", "prefill", "decode", "paused", "late loading"])
+def test_each_stage_is_aborted(stage):
+    """The property is of every stage that a job can be in."""
+    stages = Counter()
+    for seed in range(400):
+        server = random_tiered_server(Random(seed).randint)
+        stages += run(server, "urgent", seed)
+        if stages[stage]:
+            return
+    pytest.fail(f"{stage}: only {stages}")
