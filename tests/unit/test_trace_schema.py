@@ -306,8 +306,8 @@ def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
         cluster.refuse(5, asked, "full")
         cluster.flush(6)
     header, _, *lines, reject, _ = read_events(path)
-    assert [type(line) for line in lines] == [EVENTS[name] for name in
-                                              ("ROUTE", "TRANSFER", "LEAVE", "FAIL", "RETURN")]  # fmt: skip
+    names = ["ROUTE", "TRANSFER", "LEAVE", "FAIL", "RETURN"]
+    assert [type(line) for line in lines] == [EVENTS[name] for name in names]
     for line in lines:
         fields = {*describe_fields(type(line))}
         # What moves is of two replicas, and names both.
