@@ -111,7 +111,8 @@ class ClusterResult(Outcome):
     Attributes:
         log: one row a request, in the order in which they ended.
         replica: of each row: the replica that served it last; -1: no replica got it.
-        lives: of each replica the result of each of its lives: one more than its failures.
+        lives: of each replica the result of each of its lives: one more than its failures, or
+            than a planner has stopped it.
         router: the router.
         retried: how often a request was served again since its replica failed.
         wall_s: seconds the run took on this machine; all else is the same on every one.
@@ -270,7 +271,8 @@ class ClusterResult(Outcome):
             "requests": self.served[number],
             "busy": self.busy_s[number] / span if span else None,
             "steps": sum(each.log.steps for each in lives),
-            "failures": len(lives) - 1,
+            # A planner ends lives too, and no replica fails beside it.
+            "failures": len(lives) - 1 if self.rented_ns is None else 0,
             "ttft_s": self._mean_ttft_s[number],
             "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
             "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),

@@ -160,8 +160,7 @@ class Fleet:
             try:
                 write(self.log)
             except KvcoreError as error:
-                log, self.log = self.log, None
-                log.discard()
+                self.discard()
                 warn(f"{error}; the proxy goes on without a trace")
 
     def send(self, flight: Flight, tried: Collection[int] = ()) -> Attempt | None:
@@ -212,6 +211,12 @@ class Fleet:
         for server in self.servers:
             self.metrics.up.labels(server.options.name).set(0)
         await asyncio.gather(*(self.check(server, session) for server in self.servers))
+
+    def discard(self) -> None:
+        """Remove the trace."""
+        if self.log is not None:
+            self.log.discard()
+            self.log = None
 
     async def stop(self) -> None:
         """Close what was opened."""

@@ -48,6 +48,14 @@ class ClusterReport(SimulationReport):
         summary, lines = self.summary, []
         if len(summary["replicas"]) > MOST_ROWS:
             lines.append("Replicas by the time they were busy; figures are means of a group.")
+        if changes := summary["changes"]:
+            starts = sum(each["up"] for each in changes)
+            mean = summary["replica_s"] / summary["simulated_s"]
+            lines.append(
+                f"The planner started {counted(starts, 'replica')} and stopped "
+                f"{len(changes) - starts:,}: {format_number(mean)} were paid for in the mean, of "
+                f"{len(summary['replicas']):,}."
+            )
         failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
         if summary["changes"]:
             paid = summary["replica_s"] / (len(summary["replicas"]) * summary["simulated_s"])

@@ -629,16 +629,17 @@ def test_a_file_gives_servers_and_options(tmp_path):
     )
 
 
-def test_the_port_may_be_taken():
-    """Which is an error that says so."""
+def test_the_port_may_be_taken(tmp_path):
+    """Which is an error that says so, and leaves no file."""
 
     async def scene(proxy, servers, client):
         port = int(proxy.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"port {port} of 127.0.0.1"):
-            async with routed(1, port=port):
+            async with routed(1, port=port, trace=tmp_path / "day.jsonl"):
                 pass
 
     play(scene, count=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_client_is_that_of_openai():

@@ -1,0 +1,129 @@
+"""Split phases with random requests and pools: nothing is lost, and all that is missing moves."""
+
+from collections import Counter
+from tempfile import NamedTemporaryFile
+
+import pytest
+from helpers.clusters import serve_cluster
+from helpers.serving import BLOCK, SLOT, ask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcore.trace.check import check_trace
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.text("ab", min_size=1, max_size=6),
+        st.integers(1, 3),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=14,
+)
+"""Time since the one before, the keys of the prompt, tokens of its last block, output."""
+
+SPLITS = st.builds(
+    "prefill={},decode={},mixed={},bandwidth={},latency={}ns,overlap={},queue={}".format,
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(0, 1),
+    st.sampled_from(["1GB", "6400GB", "100MB"]),
+    st.sampled_from([0, 7, 300]),
+    st.sampled_from(["layers", "whole"]),
+    st.integers(1, 30),
+)
+
+
+def check(trace):
+    """Check the bytes of a trace."""
+    with NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(trace)
+        file.flush()
+        assert check_trace(file.name).complete
+
+
+def requests_of(drawn):
+    """Return the requests, in order of arrival."""
+    at, requests = 0, []
+    for number, (gap, keys, tail, output) in enumerate(drawn):
+        at += gap
+        prompt = (len(keys) - 1) * BLOCK + tail
+        digits = keys.translate(str.maketrans("ab", "12"))
+        chained = [int(digits[: n + 1]) for n in range(len(digits))]
+        requests.append(ask(number, at, prompt=prompt, output=output, keys=chained))
+    return requests
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, SPLITS, st.integers(6, 12), st.sampled_from([1, 4]), st.booleans())
+def test_each_request_is_served_once(drawn, split, blocks, seats, chunked):
+    """With memory that is tight: nobody waits for ever, pools are whole, the trace is right."""
+    requests = requests_of(drawn)
+    options = {"blocks": blocks, "max_seqs": seats, "max_tokens": 8, "chunked": chunked}
+    run = serve_cluster(requests, split=split, **options)
+    result, rows = run.result, run.result.phases.transfers
+    assert Counter(result.log.ids) == Counter(each.id for each in requests)
+    by_id = {each.id: each for each in requests}
+    for place, name in enumerate(rows.ids):
+        prompt = -(-by_id[name].prompt_tokens // BLOCK)
+        assert rows.blocks[place] + rows.reused[place] == prompt
+        assert rows.size[place] == rows.blocks[place] * SLOT
+        assert rows.ended[place] <= rows.done[place]
+    assert result.phases.moved_bytes == sum(rows.size)
+    assert sum(line["bytes"] for line in run.of("TRANSFER")) == sum(rows.size)
+    check(run.trace)
+    again = serve_cluster(requests, split=split, **options)
+    assert again.trace == run.trace
+
+
+@settings(max_examples=40, deadline=None)
+@given(REQUESTS, SPLITS, st.integers(0, 3), st.integers(0, 300), st.integers(1, 200))
+def test_failures_lose_nothing(drawn, split, replica, at, gone):
+    """Whichever replica fails, each request ends once."""
+    requests = requests_of(drawn)
+    replica %= 2
+    failures = [f"replica={replica},at={at}ns,for={gone}ns"]
+    run = serve_cluster(requests, split=split, failures=failures, blocks=12, trace=False)
+    assert Counter(run.result.log.ids) == Counter(each.id for each in requests)
+    assert run.result.phases.moved_bytes >= sum(run.result.phases.transfers.size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(REQUESTS, SPLITS)
+def test_littles_law_of_each_pool(drawn, split):
+    """The mean number of requests at a pool is their rate times the mean time there.
+
+    The number is counted along the trace, from ROUTE to FINISH; the time is by request.
+    """
+    run = serve_cluster(requests_of(drawn), split=split)
+    numbers = {each: pool for pool, all_ in run.result.phases.pools.items() for each in all_}
+    count, last, area = Counter(), 0, Counter()
+    came, stay = {}, Counter()
+    for line in run.lines:
+        for pool, inside in count.items():
+            area[pool] += inside * (line["t"] - last)
+        last = line["t"]
+        if line["event"] not in ("ROUTE", "FINISH", "REJECT") or "replica" not in line:
+            continue
+        pool, key = numbers[line["replica"]], (line["replica"], line["request"])
+        if line["event"] == "ROUTE":
+            count[pool] += 1
+            came[key] = line["t"]
+        else:
+            count[pool] -= 1
+            stay[pool] += line["t"] - came.pop(key)
+    assert not came
+    assert +area == +stay
+
+
+@pytest.mark.parametrize("overlap", ["layers", "whole"])
+def test_layers_are_never_later(overlap):
+    """A single request ends no later than with a transfer of its whole prompt."""
+    ends = {}
+    for way in (overlap, "whole"):
+        split = f"prefill=1,decode=1,latency=5ns,bandwidth=3GB,overlap={way}"
+        request = [ask("a", prompt=40, output=4)]
+        run = serve_cluster(request, split=split, max_tokens=8, max_seqs=4, trace=False)
+        ends[way] = run.result.log.finish[0]
+    assert ends[overlap] <= ends["whole"]
