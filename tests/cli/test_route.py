@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from helpers.commands import run_here
-from helpers.processes import Program
+from helpers.processes import Program, bad_day
 from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
@@ -112,6 +112,13 @@ def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
 
     found = asyncio.run(scene())
     assert len(list(TraceWorkload(path))) >= found.total()
+
+
+@pytest.mark.slow
+def test_servers_of_kvcore_on_a_bad_day(tmp_path):
+    """One of two is killed; see `bad_day` for what must hold. Each starts for some seconds."""
+    pytest.importorskip("torch", reason="needs torch")
+    asyncio.run(bad_day(tmp_path, servers=2, requests=400, kills=1))
 
 
 @pytest.mark.parametrize(
