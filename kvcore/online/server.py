@@ -87,7 +87,8 @@ class Call:
         chat: whether it is a chat.
         tokens: of the prompt.
         output: tokens that are wanted at most.
-        stream: whether the answer is streamed, and with its usage at the end.
+        stream, counted: whether the answer is streamed, and with its usage at the end.
+        salt: text that keeps equal prompts apart (`cache_salt`, as vLLM calls it).
     """
 
     chat: bool
@@ -95,6 +96,7 @@ class Call:
     output: int
     stream: bool
     counted: bool
+    salt: str | None
 
 
 class Text:
@@ -387,7 +389,10 @@ class Server:
             raise ApiError(400, msg, "messages" if chat else "prompt")
         options = document.get("stream_options")
         counted = isinstance(options, dict) and options.get("include_usage") is True
-        return Call(chat, tokens, output, document.get("stream") is True, counted)
+        salt = document.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise ApiError(400, "cache_salt must be a text that is not empty", "cache_salt")
+        return Call(chat, tokens, output, document.get("stream") is True, counted, salt)
 
     def _refuse_unsupported(self, document: dict[str, Any]) -> None:
         """Raise ApiError for what this server does not do."""
@@ -434,7 +439,12 @@ class Server:
 
         size = self.cache.geometry.block_size
         request: TextRequest = text_request(
-            number, call.tokens, output=call.output, block_size=size, publish=True
+            number,
+            call.tokens,
+            output=call.output,
+            block_size=size,
+            salt=call.salt,
+            publish=True,
         )
         self.engine.submit(request, listener)
         ended = False

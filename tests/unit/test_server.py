@@ -124,6 +124,20 @@ def test_prefixes_hit():
     assert [each.prompt_tokens_details.cached_tokens for each in usages] == [0, 32]
 
 
+def test_a_salt_keeps_prompts_apart(server):
+    """A request hits what was sent with its own `cache_salt` alone."""
+    prompt = f"salted {PROMPT}"
+    cached = [
+        client(server)
+        .completions.create(
+            model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        .usage.prompt_tokens_details.cached_tokens
+        for salt in ("one", "two", "one")
+    ]
+    assert cached == [0, 0, 32]
+
+
 def test_many_at_once_are_as_one_after_the_other(server):
     """Requests that share prefixes and run together have the texts of serial ones."""
     prompts = [f"{PROMPT} and {number % 4}" for number in range(16)]
@@ -161,6 +175,7 @@ def test_a_client_that_goes_away_is_let_go():
         (b'{"prompt": [99999]}', 400, "some that the model lacks"),
         (b'{"prompt": "a", "max_tokens": 0}', 400, "from 1 on"),
         (b'{"prompt": "a", "max_tokens": 100000000}', 400, "do not fit"),
+        (b'{"prompt": "a", "cache_salt": 5}', 400, "cache_salt must be a text"),
         (b'{"prompt": "a", "n": 2}', 400, "n can be 1 alone"),
         (b'{"prompt": "a", "temperature": 0.7}', 400, "temperature is 0.0"),
         (b'{"prompt": "a", "model": "gpt"}', 404, "there is no model 'gpt'"),
