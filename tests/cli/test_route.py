@@ -58,6 +58,7 @@ def test_the_trace_is_whole_after_sigterm(tmp_path):
     assert (request.prompt_tokens, request.output_tokens) == (40, 3)
     run = run_here("simulate", path, "--replicas", "2", "--router", "least-requests")
     assert "1 completed" in run.stdout, run.stderr
+    assert "a proxy has written this trace" in run_here("replay", path).stderr
 
 
 def test_the_trace_can_be_read_after_sigkill(tmp_path):
