@@ -20,6 +20,7 @@ from helpers.online import SMALL, ServerProcess, free_port, serving
 
 import kvcore
 from kvcore import Span
+from kvcore.errors import PolicyError
 from kvcore.kv_events import decode
 from kvcore.kv_events.model import BlockRemoved, BlockStored
 from kvcore.online.server import ServeConfig, Text
@@ -295,6 +296,30 @@ def test_a_process_ends_well_and_its_trace_replays(tmp_path):
     report = replay(trace)
     assert report.complete
     assert report.requests == report.finished + report.rejected == 4
+
+
+def test_an_engine_that_fails_answers_what_is_open():
+    """Its requests are told why, and the error is raised at the end."""
+
+    def forward(batch, attend):
+        del batch, attend
+        msg = "out of luck"
+        raise RuntimeError(msg)
+
+    def end():
+        with serving() as server:
+            server._generator.forward = forward
+            answers = [
+                ask(server, "/v1/completions", b'{"prompt": "a"}'),
+                ask(server, "/v1/completions", b'{"prompt": "a", "stream": true}'),
+            ]
+            for status, document in answers:
+                assert status == 503
+                assert "out of luck" in document["error"]["message"]
+            assert server.engine.failure is not None
+
+    with pytest.raises(PolicyError, match="out of luck"):
+        end()
 
 
 def test_two_servers_cannot_have_one_port(server):
