@@ -242,6 +242,14 @@ class PhaseLoop(ReplicaLoop):
         batcher, job = self.batcher, move.there
         del self.incoming[move.request.id]
         if job is not None:
+            if self._cache.trace is not None and job.seq is not None:
+                self._cache.trace.preempt(
+                    now,
+                    request=job.request.id,
+                    seq=job.seq.id,
+                    how="recompute",
+                    requester=None,
+                )
             self.allocator.close(job, now)
             del batcher.running[job]
         elif not self.inbox.remove(move.request.id):

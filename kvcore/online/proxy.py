@@ -16,7 +16,7 @@ import orjson
 
 from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
-from kvcore.online.fleet import Attempt, Fleet, Upkeep, warn
+from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
 from kvcore.online.prompts import Call
 from kvcore.online.route_config import RouteConfig
 from kvcore.online.traffic import Flight
@@ -590,7 +590,7 @@ def _refuse(why: str, *, failure: bool = False) -> NoReturn:
     raise UnservedError(why, failure=failure)
 
 
-def _back(server: Upkeep, response: ClientResponse) -> dict[str, str]:
+def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
     """Return the headers that a client gets."""
     found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
     return {**found, "x-kvcore-replica": str(server.options.name)}

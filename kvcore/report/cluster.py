@@ -126,6 +126,13 @@ class ClusterReport(SimulationReport):
         summary = self.summary
         yield from self._served()
         yield "evicted", counted(summary["evicted_blocks"], "block")
+        phases = summary.get("phases")
+        if phases is not None and phases["transfers"]:
+            moved = format_bytes(phases["moved_bytes"])
+            yield "K/V moved", f"{moved} for {counted(phases['transfers'], 'request')}"
+            yield "", f"{format_seconds(phases['gap_s'])} from prefill to decode"
+            busiest = max(phases["links"], key=phases["links"].__getitem__)
+            yield "busiest link", f"{share(phases['links'][busiest])} of the time ({busiest})"
         for name, label in (("requests", "requests a replica"), ("busy", "busy time of one")):
             uneven = summary["imbalance"][name]
             if uneven is not None:

@@ -124,6 +124,8 @@ class ClusterChecker:
         # Of split phases: requests between their replicas, and how much of them has moved.
         self._moving: dict[int | str, Moving] = {}
         self._handed = 0
+        # Requests given up where they were to decode, since their prefill was lost.
+        self._dropped: dict[int | str, int] = {}
         routing = header.routing or {}
         self._scales = "autoscale" in routing
         self._failures = None
@@ -165,7 +167,7 @@ class ClusterChecker:
         if name == "ROUTE" and event.leg == "decode":  # type: ignore[attr-defined]
             replica.life.lifecycles.adopt(event.request)  # type: ignore[attr-defined]
         if name in ("FINISH", "REJECT"):
-            self._finish(event.request, number)  # type: ignore[attr-defined]
+            self._finish(event.request, number, name)  # type: ignore[attr-defined]
         elif name == "HIT":
             moving = self._moving.get(event.request)  # type: ignore[attr-defined]
             if moving is not None and moving.target == number:
@@ -206,6 +208,7 @@ class ClusterChecker:
         """Check that the router may turn a request away."""
         if self._since.pop(event.request, None) is None:
             violated(f"request {event.request!r} does not wait to be routed")
+        self._forget(event.request)
         self._rejected += 1
 
     def _transfer(self, event: events.Transfer) -> None:
@@ -221,21 +224,31 @@ class ClusterChecker:
         if event.done < event.t:
             violated(f"K/V is there at {event.done} ns, before it moves")
 
-    def _finish(self, request: int | str, number: int) -> None:
+    def _finish(self, request: int | str, number: int, name: str) -> None:
         """Record that a request has ended at a replica, or goes on elsewhere."""
         moving = self._moving.get(request)
         if moving is not None and moving.source == number:
-            if self._at[request] != number and moving.blocks != moving.missing:
+            at = self._at.get(request)
+            if at not in (number, None) and moving.blocks != moving.missing:
                 violated(
                     f"{moving.blocks} blocks of request {request!r} are moved, "
                     f"{moving.missing} were missing"
                 )
             del self._moving[request]
-            self._handed += self._at[request] != number
-            if self._at[request] == number:
-                self._since[request] = self._at.pop(request)
-            return
+            if name == "FINISH":
+                self._handed += 1
+                if at == number:
+                    self._since[request] = self._at.pop(request)
+                return
         del self._at[request]
+
+    def _forget(self, request: int | str) -> None:
+        """Record that a request is not expected any more where it was to decode."""
+        target = self._dropped.pop(request, None)
+        if target is not None:
+            life = self.replicas[target].life
+            life.lifecycles.forget(request)
+            del life.state.requests[request]
 
     def _route(
         self, event: events.Route, request: events.Request, replica: CheckedReplica
@@ -257,6 +270,7 @@ class ClusterChecker:
             violated(f"request {event.request!r} is at replica {self._at[event.request]}")
         if replica.leaving:
             violated(f"replica {event.replica} leaves: it is sent no more requests")
+        self._forget(event.request)
         since = self._since.pop(event.request)
         if self._header.mode != "wall" and event.t not in (since, self._returned):
             violated(f"request {event.request!r} waits since {since} ns, with replicas up")
@@ -297,6 +311,20 @@ class ClusterChecker:
             self._returned = event.t
             return
         lost = [id_ for id_, at in self._at.items() if at == number]
+        for id_, moving in [*self._moving.items()]:
+            if moving.source == number:
+                del self._moving[id_]
+                target = moving.target
+                if target is not None:
+                    lost += [id_] if self._at[id_] != number else []
+                    self._dropped[id_] = target
+            elif moving.target == number:
+                # Its prefill replica has it still, and sends it to another.
+                lost.remove(id_)
+                self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
+        for id_, target in [*self._dropped.items()]:
+            if target == number:
+                del self._dropped[id_]
         if self._scales and (lost or not replica.leaving):
             violated(f"replica {number} stops before it has ended all")
         replica.fail()

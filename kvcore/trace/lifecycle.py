@@ -82,6 +82,13 @@ class Lifecycles:
         life = self._requests[request]
         life.stage, life.seq, life.answered = PREEMPTED, -1, True
 
+    def forget(self, request: int | str) -> None:
+        """Record that `request`, which waits, is given up here: its K/V does not come."""
+        life = self._requests[request]
+        if life.stage != PREEMPTED:
+            violated(f"request {request!r} is {life.stage}, and is given up")
+        del self._requests[request]
+
     def announce(self, request: int | str) -> None:
         """Record that blocks are loaded for `request`, which is yet to arrive."""
         self._requests[request] = Lifecycle(request, 0, ANNOUNCED)
@@ -212,7 +219,7 @@ class Lifecycles:
 
     def _reject(self, event: events.Reject) -> None:
         life = self._running(event.request)
-        if life.seq is not None:
+        if life.seq is not None and life.seq >= 0:
             violated(f"request {life.id!r} was admitted, as sequence {life.seq}")
         life.stage = REJECTED
         self.rejected += 1

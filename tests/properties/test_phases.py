@@ -84,7 +84,8 @@ def test_failures_lose_nothing(drawn, split, replica, at, gone):
     requests = requests_of(drawn)
     replica %= 2
     failures = [f"replica={replica},at={at}ns,for={gone}ns"]
-    run = serve_cluster(requests, split=split, failures=failures, blocks=12, trace=False)
+    run = serve_cluster(requests, split=split, failures=failures, blocks=12)
+    check(run.trace)
     assert Counter(run.result.log.ids) == Counter(each.id for each in requests)
     assert run.result.phases.moved_bytes >= sum(run.result.phases.transfers.size)
 

@@ -124,20 +124,11 @@ def attained(rate, prefill, decode, count=2000):
     )
     log = result.log
     ttft = [first - came for first, came in zip(log.first_token, log.arrival, strict=True)]
-    fast = sum(each <= 200 * 10**6 for each in ttft), sum(each <= 100 * MS for each in log.tpot())
+    fast = (
+        sum(each <= 200 * 10**6 for each in ttft),
+        sum(each <= 100 * MS for each in log.tpot()),
+    )
     return [each / count for each in fast]
-
-
-def best(prefill, decode):
-    """Return the rate per GPU up to which 90 % are within both, by halves from 5 down."""
-    low, high = 0.0, 5.0
-    while high - low > 0.05:
-        middle = (low + high) / 2
-        if min(attained(middle, prefill, decode)) >= 0.9:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def test_one_gpu_each_is_far_below():
@@ -147,5 +138,9 @@ def test_one_gpu_each_is_far_below():
 
 
 def test_two_gpus_that_prefill_for_one_that_decodes():
-    """The rate per GPU that DistServe found best, within 10 %."""
-    assert best(2, 1) == pytest.approx(FIGURE, rel=0.1)
+    """The rate per GPU that DistServe found best, within 10 %.
+
+    With fewer requests the decode batch has not grown to what it is in the long run.
+    """
+    assert min(attained(FIGURE * 0.9, 2, 1, 6000)) >= 0.9
+    assert min(attained(FIGURE * 1.1, 2, 1, 6000)) < 0.9
