@@ -131,7 +131,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     options = {
         name: given[name]
         for name in option_names()
-        if name in given and name not in ("workload", "tier", "tensor_parallel")
+        if name in given and name not in ("workload", "tier", "tensor_parallel", "replicas")
     }
     make_directory(out)
     try:

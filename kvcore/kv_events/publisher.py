@@ -98,6 +98,10 @@ class Publisher(Endpoint):
             else:
                 return sequence
 
+    def skip(self, batches: int) -> None:
+        """Leave the numbers of lost batches out: subscribers find a gap."""
+        self._next += batches
+
     def serve_all(self, payloads: Iterable[bytes]) -> int:
         """Wait for a subscriber, publish all, and answer replays until the last one leaves.
 

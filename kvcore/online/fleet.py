@@ -37,7 +37,7 @@ MOST_METRICS = 4 << 20
 
 
 @attrs.define(eq=False)
-class Upkeep:
+class LiveServer:
     """A server at work.
 
     Attributes:
@@ -72,7 +72,7 @@ class Attempt:
     """
 
     flight: Flight
-    server: Upkeep
+    server: LiveServer
     deadline: asyncio.Timeout | None = None
     open: bool = True
 
@@ -93,7 +93,7 @@ class Fleet:
         self.metrics = Metrics()
         router = _router(config)
         self.servers = [
-            Upkeep(each, Replica(at, each.blocks, each.block_size, each.max_seqs))
+            LiveServer(each, Replica(at, each.blocks, each.block_size, each.max_seqs))
             for at, each in enumerate(config.replicas)
         ]
         self._view = _view(config, self.now)
@@ -119,10 +119,10 @@ class Fleet:
                 tasks.create_task(self._watch(server, session))
             tasks.create_task(self._sync())
 
-    async def check(self, server: Upkeep, session: ClientSession) -> None:
+    async def check(self, server: LiveServer, session: ClientSession) -> None:
         """Ask a server whether it is healthy, and how full."""
         try:
-            async with asyncio.timeout(self._config.health_interval):
+            async with asyncio.timeout(self._config.connect_timeout):
                 async with session.get(f"{server.options.url}/health") as answer:
                     healthy = answer.status == 200  # noqa: PLR2004
                 if healthy and not server.replica.up:
@@ -139,7 +139,7 @@ class Fleet:
         else:
             self.failed(server)
 
-    def failed(self, server: Upkeep) -> None:
+    def failed(self, server: LiveServer) -> None:
         """Count a failure of a server, which is down after some in a row."""
         server.failures += 1
         if server.replica.up and server.failures >= self._config.failures:
@@ -160,8 +160,7 @@ class Fleet:
             try:
                 write(self.log)
             except KvcoreError as error:
-                log, self.log = self.log, None
-                log.discard()
+                self.discard()
                 warn(f"{error}; the proxy goes on without a trace")
 
     def send(self, flight: Flight, tried: Collection[int] = ()) -> Attempt | None:
@@ -213,13 +212,19 @@ class Fleet:
             self.metrics.up.labels(server.options.name).set(0)
         await asyncio.gather(*(self.check(server, session) for server in self.servers))
 
+    def discard(self) -> None:
+        """Remove the trace."""
+        if self.log is not None:
+            self.log.discard()
+            self.log = None
+
     async def stop(self) -> None:
         """Close what was opened."""
         if isinstance(self._view, FollowedEvents):
             await self._view.stop()
         self._write(lambda log: log.close(self.now()))
 
-    async def _watch(self, server: Upkeep, session: ClientSession) -> None:
+    async def _watch(self, server: LiveServer, session: ClientSession) -> None:
         while True:
             await asyncio.sleep(self._config.health_interval)
             await self.check(server, session)
@@ -229,12 +234,12 @@ class Fleet:
             await asyncio.sleep(1.0)
             self._write(lambda log: log.sync(self.now()))
 
-    def _join(self, server: Upkeep) -> None:
+    def _join(self, server: LiveServer) -> None:
         warn(f"{server.options.name} is up")
         self.metrics.up.labels(server.options.name).set(1)
         self.dispatcher.joined(server.replica, self.now())
 
-    def _leave(self, server: Upkeep) -> None:
+    def _leave(self, server: LiveServer) -> None:
         warn(f"{server.options.name} is down")
         self.metrics.up.labels(server.options.name).set(0)
         for attempt in list(server.attempts):

@@ -26,12 +26,13 @@ class Call:
 
     Attributes:
         path: of the API, such as `/v1/completions`.
-        document: the body.
+        raw, document: the body, as it came and as it was read.
         stream: whether its answer is streamed.
         counted: whether its client asked for the usage at the end of a stream.
     """
 
     path: str
+    raw: bytes
     document: dict[str, Any]
     stream: bool
     counted: bool
@@ -55,16 +56,16 @@ class Call:
             raise InputError(msg)
         options = document.get("stream_options")
         counted = isinstance(options, dict) and options.get("include_usage") is True
-        return cls(path, document, document.get("stream") is True, counted)
+        return cls(path, body, document, document.get("stream") is True, counted)
 
     def body(self, *, count: bool) -> bytes:
         """Return the body for a server, which is asked to `count` the tokens of a stream."""
-        document = self.document
-        if count and self.stream:
-            options = document.get("stream_options")
-            options = options if isinstance(options, dict) else {}
-            document = {**document, "stream_options": {**options, "include_usage": True}}
-        return orjson.dumps(document)
+        if self.counted or not (count and self.stream):
+            return self.raw
+        options = self.document.get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        options = {**options, "include_usage": True}
+        return orjson.dumps({**self.document, "stream_options": options})
 
     @property
     def question(self) -> dict[str, Any]:

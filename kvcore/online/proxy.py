@@ -7,7 +7,7 @@ import logging
 import re
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +16,7 @@ import orjson
 
 from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
-from kvcore.online.fleet import Attempt, Fleet, Upkeep, warn
+from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
 from kvcore.online.prompts import Call
 from kvcore.online.route_config import RouteConfig
 from kvcore.online.traffic import Flight
@@ -180,13 +180,22 @@ class Proxy:
         self.url = ""
         self._numbers = self._turn = self._busy = 0
         self._closing = False
+        self._closed = AsyncExitStack()
 
     async def start(self) -> None:
-        """Find out which servers are up, and listen.
+        """Find out which servers are up, and listen. If that fails, nothing is left of it.
 
         Raises:
-            InputError: the address cannot be listened at.
+            InputError: the address, or that of events, cannot be had.
         """
+        try:
+            await self._start()
+        except BaseException:
+            self.fleet.discard()
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         connector = self._aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout)
@@ -197,20 +206,43 @@ class Proxy:
             cookie_jar=self._aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
         )
+        self._closed.push_async_callback(self._session.close)
+        self._closed.push_async_callback(self.fleet.stop)
         await self.fleet.start(self._session)
+        self._runner = self._made_runner()
+        self._closed.push_async_callback(self._runner.cleanup)
+        await self._runner.setup()
+        try:
+            server = await loop.create_server(self._accept, config.host, config.port)
+        except OSError as error:
+            msg = f"port {config.port} of {config.host}: {error.strerror or error}"
+            raise InputError(msg) from error
+        self._closed.callback(server.close)
+        host, port, *_ = server.sockets[0].getsockname()
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        watching = loop.create_task(self.fleet.watch(self._session))
+        self._closed.callback(watching.cancel)
 
+    async def stop(self) -> None:
+        """Listen no more, wait for requests in flight, and close what was opened."""
+        self._closing = True
+        await self._closed.aclose()
+
+    def _made_runner(self) -> Any:
+        """Return what runs the handlers, within the limits."""
+        config = self.config
+
+        @self._web.middleware  # type: ignore[untyped-decorator]  # imported when needed
         async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
             return await self._errors(http, handler)
 
-        app = self._web.Application(
-            client_max_size=config.body, middlewares=[self._web.middleware(errors)]
-        )
+        app = self._web.Application(client_max_size=config.body, middlewares=[errors])
         for path in PATHS:
             app.router.add_post(path, self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = self._web.AppRunner(
+        return self._web.AppRunner(
             app,
             access_log=None,
             logger=_logger(self._aiohttp.http_exceptions.HttpProcessingError),
@@ -222,28 +254,6 @@ class Proxy:
             max_field_size=LONGEST_HEADER,
             shutdown_timeout=config.shutdown_timeout,
         )
-        await self._runner.setup()
-        try:
-            self._server = await loop.create_server(self._accept, config.host, config.port)
-        except OSError as error:
-            await self.stop()
-            msg = f"port {config.port} of {config.host}: {error.strerror or error}"
-            raise InputError(msg) from error
-        host, port, *_ = self._server.sockets[0].getsockname()
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._watching = loop.create_task(self.fleet.watch(self._session))
-
-    async def stop(self) -> None:
-        """Listen no more, wait for requests in flight, and close what was opened."""
-        self._closing = True
-        if self.url:
-            self._server.close()
-            self._watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watching
-        await self._runner.cleanup()
-        await self._session.close()
-        await self.fleet.stop()
 
     def _accept(self) -> asyncio.BaseProtocol:
         """Return what serves a connection, or closes it if there are too many."""
@@ -580,7 +590,7 @@ def _refuse(why: str, *, failure: bool = False) -> NoReturn:
     raise UnservedError(why, failure=failure)
 
 
-def _back(server: Upkeep, response: ClientResponse) -> dict[str, str]:
+def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
     """Return the headers that a client gets."""
     found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
     return {**found, "x-kvcore-replica": str(server.options.name)}

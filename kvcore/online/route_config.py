@@ -103,12 +103,12 @@ class RouteConfig:
         concurrency: requests in flight above which others are refused with 503.
         connections: connections of clients above which others are closed.
         body, answer: bytes of the largest request, and of the largest answer at once.
-        connect_timeout: until a server has taken a connection.
+        connect_timeout: until a server has taken a connection, or has answered a check.
         first_byte_timeout: from there to the first byte of its answer.
         between_timeout: from one part of an answer to the next.
         client_timeout: in which a client sends its request, and takes a part of the answer.
         shutdown_timeout: that requests in flight are given when the proxy is told to end.
-        health_interval: between two checks of a server, and the longest one may take.
+        health_interval: between two checks of a server.
         failures: failures in a row after which a server is down.
         retries: other servers that are tried before a request is refused.
 
@@ -136,7 +136,9 @@ class RouteConfig:
     connections: int = _option(4_096, "Largest number of connections of clients.")
     body: Bytes = _option(8 << 20, "Largest request.")
     answer: Bytes = _option(64 << 20, "Largest answer that is not streamed.")
-    connect_timeout: float = _option(2.0, "Seconds until a server takes a connection.")
+    connect_timeout: float = _option(
+        2.0, "Seconds until a server takes a connection, or says that it is healthy."
+    )
     first_byte_timeout: float = _option(300.0, "Seconds until the first byte of an answer.")
     between_timeout: float = _option(60.0, "Seconds between two parts of an answer.")
     client_timeout: float = _option(30.0, "Seconds in which a client sends or takes a part.")

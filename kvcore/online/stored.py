@@ -14,13 +14,14 @@ from kvcore.engine.tokens import TokenStream
 from kvcore.kv_events import encode
 from kvcore.kv_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore.kv_events.publisher import Publisher
-from kvcore.request import Key, TextRequest
+from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.scheduler import Job
 
 MEDIUM = "GPU"
 _POLL_SECONDS = 0.02
+_PATIENCE_SECONDS = 5.0
 _QUEUED = 10_000
-"""Batches that wait for slow subscribers; what comes then is dropped, and counted."""
+"""Batches that wait for slow subscribers; what comes then is dropped, counted, and a gap."""
 
 
 class StoredBlocks:
@@ -47,19 +48,26 @@ class StoredBlocks:
         self._tokens: dict[Key, tuple[int, ...]] = {}
         self._open: Counter[Key] = Counter()
         self._stored: set[Key] = set()
-        self._batches: queue.Queue[EventBatch] = queue.Queue(_QUEUED)
+        # By the key of the first block: salts, which only its hash tells otherwise.
+        self._salts: dict[Key, str] = {}
+        # Each with how many were dropped just before it.
+        self._batches: queue.Queue[tuple[int, EventBatch]] = queue.Queue(_QUEUED)
+        self._lost = 0
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._publish, name="kvcore-kv-events")
+        self._thread = threading.Thread(
+            target=self._publish, name="kvcore-kv-events", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to publish."""
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is left, and end."""
+        """Publish what is left, and end; wait for slow subscribers for a while."""
         self._ends.set()
-        self._thread.join()
-        self._publisher.close()
+        self._thread.join(_PATIENCE_SECONDS)
+        if not self._thread.is_alive():
+            self._publisher.close()
 
     def opened(self, request: TextRequest) -> None:
         """Remember the tokens of a prompt."""
@@ -67,7 +75,7 @@ class StoredBlocks:
         for place, key in enumerate(request.keys):
             self._open[key] += 1
             if key not in self._tokens:
-                self._tokens[key] = tuple(tokens[place * size : (place + 1) * size])
+                self._remember(key, place, tokens[place * size : (place + 1) * size], request)
 
     def generated(self, job: Job, keys: Sequence[Key], stream: TokenStream) -> None:
         """Remember the tokens of blocks that `job` has generated."""
@@ -75,7 +83,7 @@ class StoredBlocks:
         for place, key in enumerate(keys, first):
             if key not in self._tokens:
                 ids = stream.token_ids(place * self._size, (place + 1) * self._size)
-                self._tokens[key] = tuple(ids)
+                self._remember(key, place, ids, job.request)
 
     def closed(self, request: TextRequest) -> None:
         """Forget the tokens of a prompt that are not stored."""
@@ -84,7 +92,7 @@ class StoredBlocks:
             if not self._open[key]:
                 del self._open[key]
                 if key not in self._stored:
-                    self._tokens.pop(key, None)
+                    self._forget(key)
 
     # What the tree tells.
 
@@ -101,6 +109,7 @@ class StoredBlocks:
                 tokens=tuple(tokens) if len(tokens) == blocks * self._size else None,
                 block_size=self._size,
                 medium=MEDIUM,
+                extra_keys=self._extra(keys) if not before else None,
             )
         )
         if self._below is not None:
@@ -117,27 +126,44 @@ class StoredBlocks:
         for key in keys:
             self._stored.discard(key)
             if key not in self._open:
-                self._tokens.pop(key, None)
+                self._forget(key)
         self._put(BlockRemoved(hashes=tuple(map(_hash, keys)), medium=MEDIUM))
         if self._below is not None:
             self._below.leaving(span, blocks, now, reason)
 
+    def _remember(self, key: Key, place: int, ids: Sequence[int], request: Request) -> None:
+        self._tokens[key] = tuple(ids)
+        if request.salt is not None and not place:
+            self._salts[key] = request.salt
+
+    def _forget(self, key: Key) -> None:
+        self._tokens.pop(key, None)
+        self._salts.pop(key, None)
+
+    def _extra(self, keys: Sequence[Key]) -> tuple[tuple[str] | None, ...] | None:
+        """Return the salt of a prompt's first block as vLLM tells it; None: it has none."""
+        salt = self._salts.get(keys[0])
+        return None if salt is None else ((salt,), *[None] * (len(keys) - 1))
+
     def _put(self, event: BlockStored | BlockRemoved) -> None:
         try:
-            self._batches.put_nowait(EventBatch(time(), (event,)))
+            self._batches.put_nowait((self._lost, EventBatch(time(), (event,))))
+            self._lost = 0
         except queue.Full:
+            self._lost += 1
             self.dropped += 1
 
     def _publish(self) -> None:
         publisher = self._publisher
         while True:
             try:
-                batch = self._batches.get(timeout=_POLL_SECONDS)
+                lost, batch = self._batches.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 if self._ends.is_set():
                     return
                 publisher.serve(0)
             else:
+                publisher.skip(lost)
                 publisher.publish(encode(batch))
 
 

@@ -139,8 +139,9 @@ class TrafficLog:
             return
         request = flight.final()
         self._trace.request(request, request.arrival)
+        most = len(request.keys) * request.key_tokens
         for now, replica, tokens in flight.routes:
-            self._trace.route(now, request, replica, tokens)
+            self._trace.route(now, request, replica, min(tokens, most))
         if flight.refused:
             self._trace.refuse(request.arrival, request, flight.refused)
 

@@ -25,7 +25,7 @@ class ClusterReport(SimulationReport):
 
     headers: ClassVar[tuple[str, ...]] = (
         *("replica", "blocks", "requests", "busy", "mean TTFT", "token hits", "evicted"),
-        "failures",
+        "stopped",
     )
     nothing_holds: ClassVar[str] = "No number of replicas was found with which it would hold."
 
@@ -44,12 +44,27 @@ class ClusterReport(SimulationReport):
 
     @property
     def reading(self) -> str:
-        """What groups are, and what became of the requests of replicas that failed."""
+        """What groups are, and what became of replicas that failed or were stopped."""
         summary, lines = self.summary, []
         if len(summary["replicas"]) > MOST_ROWS:
             lines.append("Replicas by the time they were busy; figures are means of a group.")
+        if changes := summary["changes"]:
+            starts = sum(each["up"] for each in changes)
+            mean = summary["replica_s"] / summary["simulated_s"]
+            lines.append(
+                f"The planner started {counted(starts, 'replica')} and stopped "
+                f"{len(changes) - starts:,}: {format_number(mean)} were paid for in the mean, of "
+                f"{len(summary['replicas']):,}."
+            )
         failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
-        if failed:
+        if summary["changes"]:
+            paid = summary["replica_s"] / (len(summary["replicas"]) * summary["simulated_s"])
+            lines.append(
+                f"The planner started or stopped a replica "
+                f"{counted(len(summary['changes']), 'time')}; in the mean {share(paid)} of "
+                "them were up. One that stops loses its K/V."
+            )
+        elif failed:
             times = counted(sum(each["failures"] for each in summary["replicas"]), "time")
             which = ", ".join(map(str, failed[:GROUPS])) + (", ..." * (len(failed) > GROUPS))
             again = counted(summary["retried"], "request")

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+    from kvcore.cluster import ClusterResult
+
 INCHES = 8.4, 4.8
 CAPTION: dict[str, Any] = {"width": 185, "max_lines": 10, "placeholder": " ..."}
 """Size of a plot, and how its caption is wrapped."""
@@ -349,7 +351,7 @@ class Latencies:
         return cls(samples, {}, expected, _requests(timeline), _caption(timeline))
 
     @classmethod
-    def of_result(cls, result: Result) -> Latencies:
+    def of_result(cls, result: Result | ClusterResult) -> Latencies:
         """Return the latencies of a result."""
         log, rows = result.log, result.requests
         samples = {

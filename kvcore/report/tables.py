@@ -260,8 +260,9 @@ def setup(header: Mapping[str, Any]) -> str:
     blocks = counted(header["blocks"], "block") if "blocks" in header else "blocks"
     size = counted(header["block_size"], "token")
     # What was run again has its own routing beside that of the header.
-    routing = {**header["routing"], **header} if header.get("routing") else {}
-    if routing:
+    routing: dict[str, Any] = {}
+    if header.get("replicas") and header.get("routing"):
+        routing = {**header["routing"], **header}
         given = routing["replicas"]
         some = given if isinstance(given, int) else sum(each.get("count", 1) for each in given)
         parts.append(f"{counted(some, 'replica')}, the first with {blocks} of {size}")

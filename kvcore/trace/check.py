@@ -150,6 +150,12 @@ def checker_of(header: events.Header) -> Checker:
         return TraceChecker(header)
     from kvcore.trace.cluster_check import ClusterChecker  # noqa: PLC0415 - most have none
 
+    if "eviction" not in header.plugins:
+        msg = (
+            "a proxy has written this trace: it tells of requests and where they went, and "
+            "nothing of caches; `kvcore simulate FILE` runs the requests"
+        )
+        raise ValueError(msg)
     return ClusterChecker(header)
 
 

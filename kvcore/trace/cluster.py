@@ -109,9 +109,12 @@ class ClusterTrace:
         plugins = first["plugins"] | {"router": plain(router)}
         self._trace.begin(**{name: first[name] for name in cache}, plugins={})
         # The deployment comes first, whoever has told it.
-        names = [name for name in ("model", "device", "recompute") if name in first]
-        names = [*dict.fromkeys([*names, *first])]
-        rest = {name: first[name] for name in names if name not in (*cache, "plugins")}
+        named = dict.fromkeys(("model", "device", "recompute")) | first
+        rest = {
+            name: first[name]
+            for name in named
+            if name in first and name not in (*cache, "plugins")
+        }
         replicas: list[dict[str, Any]] = []
         for each in headers:
             differs = {

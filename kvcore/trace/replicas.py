@@ -62,9 +62,11 @@ class Replicas:
         """
         self.headers = replica_headers(header)
         routing, count = header.routing or {}, len(self.headers)
-        up = routing.get("up", list(range(count)))
+        up, fail = routing.get("up", list(range(count))), routing.get("fail", [])
         if type(up) is not list or any(each not in range(count) for each in up):
             violated(f"routing says that {up!r:.40} of {count} replicas are up")
+        if type(fail) is not list or not all(type(each) is str for each in fail):
+            violated(f"routing has failures that cannot be: {fail!r:.80}")
         self.up = [number in up for number in range(count)]
         self.lives = [int(each) for each in self.up]
         self.requests: dict[int | str, events.Request] = {}

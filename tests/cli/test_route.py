@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from helpers.commands import run_here
-from helpers.processes import Program
+from helpers.processes import Program, bad_day
 from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
@@ -58,6 +58,7 @@ def test_the_trace_is_whole_after_sigterm(tmp_path):
     assert (request.prompt_tokens, request.output_tokens) == (40, 3)
     run = run_here("simulate", path, "--replicas", "2", "--router", "least-requests")
     assert "1 completed" in run.stdout, run.stderr
+    assert "a proxy has written this trace" in run_here("replay", path).stderr
 
 
 def test_the_trace_can_be_read_after_sigkill(tmp_path):
@@ -112,6 +113,13 @@ def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
 
     found = asyncio.run(scene())
     assert len(list(TraceWorkload(path))) >= found.total()
+
+
+@pytest.mark.slow
+def test_servers_of_kvcore_on_a_bad_day(tmp_path):
+    """One of two is killed; see `bad_day` for what must hold. Each starts for some seconds."""
+    pytest.importorskip("torch", reason="needs torch")
+    asyncio.run(bad_day(tmp_path, servers=2, requests=400, kills=1))
 
 
 @pytest.mark.parametrize(

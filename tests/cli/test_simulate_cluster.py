@@ -139,6 +139,30 @@ def test_replicas_that_would_hold_are_searched_for(capsys):
     ).saturation.saturated
 
 
+def test_tiers_of_all_replicas_count(report):
+    """What was loaded is reused, besides what hit."""
+    summary = report("--replicas", 2, "--blocks", 12, "--tier", "host:memory=1GiB,load=always")
+    ratio = summary["reuse_ratio"]["token"]
+    assert ratio > summary["hit"]["ratio"]["token"]
+    hits = summary["hit"]["hit_tokens"] + summary["loaded_tokens"]
+    assert ratio == hits / summary["hit"]["lookup_tokens"]
+
+
+def test_the_load_is_that_of_all_replicas(report):
+    """Halved where twice as many share it; that of the one server where there is one."""
+    load = {n: report("--replicas", n)["offered_load"] for n in (1, 2, 4)}
+    assert load[2] == pytest.approx(load[1] / 2, rel=0.2)
+    assert load[4] == pytest.approx(load[1] / 4, rel=0.2)
+
+
+def test_a_planner_is_told(run, report):
+    """How often it started or stopped a replica, and how many were up."""
+    planner = "load:interval=0.2,start_up=0.1"
+    options = "--replicas", 3, "--slo", "ttft=0.001", "--autoscale", planner
+    assert report(*options)["changes"]
+    assert "The planner started or stopped a replica" in " ".join(run(*options).split())
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -24,7 +24,7 @@ def table(first):
 def test_hits_by_number_of_replicas():
     """Of each router, and of one cache of all their memory."""
     shown = table("share of prompt tokens that hit")
-    (command,) = re.findall(r"^    kvcore routers --replicas (\S+) (.*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^    kvcore routers --replicas (\d+,\S+) (.*)$", PAGE, re.MULTILINE)
     replicas = [int(number) for number in command[0].split(",")]
     words = command[1].split()
     given = dict(zip(words[::2], words[1::2], strict=True))

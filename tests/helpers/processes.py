@@ -1,9 +1,30 @@
-"""`kvcore serve` and `kvcore route` as processes."""
+"""`kvcore serve` and `kvcore route` as processes, and a day on which a server is killed."""
 
 import asyncio
 import re
 import sys
 from pathlib import Path
+from random import Random
+from time import perf_counter
+
+import aiohttp
+from helpers.online import SMALL
+from helpers.storm import storm, text
+from helpers.upstreams import until
+
+from kvcore.trace import TraceWorkload
+
+CONFIG = """
+router = "dynamo"
+port = 0
+trace = "day.jsonl.gz"
+client_timeout = 2
+health_interval = 0.5
+concurrency = 64
+"""
+
+MOST_MEMORY = 250 << 20
+"""Bytes that the proxy may have; 60 MB are Python, aiohttp and kvcore."""
 
 
 class Program:
@@ -53,3 +74,71 @@ class Program:
     async def _listen(self):
         while line := await self.process.stderr.readline():
             self.told += line
+
+
+async def bad_day(folder, servers, requests, kills):
+    """Send requests through so many servers while some are killed and restarted.
+
+    And while other clients misbehave. Each request is answered once, or refused before its
+    first token; the proxy's memory is bounded; each server ends with 0, which it does only if
+    its cache is whole and no sequence is left in it. Prints what happened.
+    """
+    random, sent = Random(1), 0
+    moments = sorted(random.sample(range(requests // 10, requests * 9 // 10), kills))
+    programs = [Program("serve", "--port", 0, "--generator", SMALL) for _ in range(servers)]
+    path = folder / "replicas.toml"
+
+    def body(number):
+        nonlocal sent
+        sent = number
+        return text(number)
+
+    async def trouble():
+        for moment in moments:
+            victim = programs[random.randrange(servers)]
+            await until(lambda moment=moment: sent >= moment, seconds=300)
+            await victim.kill()
+            await asyncio.sleep(random.uniform(0, 1))
+            await victim.start()
+
+    try:
+        await asyncio.gather(*(each.start() for each in programs))
+        tables = [f'[[replicas]]\nurl = "{each.url}"' for each in programs]
+        path.write_text("\n".join([CONFIG, *tables]))
+        proxy = await Program("route", "--config", path).start()
+        programs.append(proxy)
+        begin, work = perf_counter(), asyncio.create_task(trouble())
+        found = await storm(proxy.url, requests, at_once=24, body=body)
+        seconds = perf_counter() - begin
+        await work
+        await settled(proxy.url)
+        memory, lost = proxy.memory(), proxy.told.count(b" is down")
+        codes = await asyncio.gather(*(each.stop() for each in programs))
+    finally:
+        for each in programs:
+            if each.process is not None:
+                await each.kill()
+    print(  # noqa: T201 - what benchmarks show
+        f"{dict(found)} in {seconds:.0f} s; {kills} kills, a server was lost {lost} times; the "
+        f"proxy has {memory / 1e6:.0f} MB"
+    )
+    assert found.total() == requests
+    assert found["answered"] > 0.9 * requests
+    assert lost >= 1
+    assert memory < MOST_MEMORY
+    assert codes == [0] * (servers + 1), [each.told.decode() for each in programs]
+    arrivals = [each.arrival for each in TraceWorkload(folder / "day.jsonl.gz")]
+    assert len(arrivals) >= found["answered"] + found["cut"]
+    assert arrivals == sorted(arrivals)
+
+
+async def settled(url):
+    """Wait until the proxy has nothing in flight."""
+    async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
+        while True:
+            async with client.get("/metrics") as answer:
+                text = await answer.text()
+            lines = [line for line in text.splitlines() if "route_in_flight{" in line]
+            if lines and all(line.endswith(" 0.0") for line in lines):
+                return
+            await asyncio.sleep(0.1)

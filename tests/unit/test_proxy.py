@@ -24,7 +24,6 @@ from kvcore.kv_events import (
 )
 from kvcore.online.prompts import Call
 from kvcore.online.proxy import EventStream
-from kvcore.online.route_config import RouteConfig
 from kvcore.online.traffic import Flight
 from kvcore.trace import TraceWorkload, read_events
 
@@ -567,78 +566,17 @@ def test_a_stream_is_cut_into_whole_events():
         assert flight.prompt == 5
 
 
-def test_prompts_with_the_same_beginning_have_the_same_first_keys():
-    """Of chats whose messages grow, and unless model or salt differ."""
-
-    def keys(*texts, **more):
-        messages = [{"role": "user", "content": text} for text in texts]
-        body = json.dumps({"messages": messages, **more}).encode()
-        call = Call.read("/v1/chat/completions", body)
-        return call.request(0, 0, None, tokens=None, key_tokens=16, key_chars=64).keys
-
-    short, long = keys("x" * 200), keys("x" * 200, "y" * 200)
-    assert len(short) < len(long)
-    assert long[: len(short)] == short
-    assert not set(short) & set(keys("x" * 200, model="other"))
-    assert not set(short) & set(keys("x" * 200, cache_salt="mine"))
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("rooter = 'x'", "did you mean 'router'"),
-        (
-            "[[replicas]]\nurl = 'http://a'\nkv_event = 'x'",
-            r"replicas\[0\]: there is no option",
-        ),
-        ("[[replicas]]\nurl = 'ftp://a'", "expected one such as"),
-        ("[[replicas]]\nname = 'a'", "expected one such as"),
-        ("[[replicas]]\nurl = 'http://a'\nblocks = 0", "blocks of http://a must be above 0"),
-        ("replicas = 3", "expected tables"),
-        ("replicas = [3]", "expected a table"),
-        ("", "0 servers"),
-        ("replicas = ['http://a', 'http://a']", "two are called 'a'"),
-        ("replicas = ['http://a']\nview = 'events'", "need the address kv_events"),
-        ("replicas = ['http://a']\nfailures = 0", "too small"),
-        ("replicas = ['http://a']\nclient_timeout = 0", "client_timeout: "),
-        ("replicas = ['http://a']\nport = 'x'", "port: "),
-        ("replicas = [", "is not TOML"),
-    ],
-)
-def test_a_wrong_file_is_refused(text, wrong, tmp_path):
-    """With its name, the key, and the nearest one."""
-    path = tmp_path / "replicas.toml"
-    path.write_text(text)
-    with pytest.raises(InputError, match=wrong) as caught:
-        RouteConfig.from_toml(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_file_gives_servers_and_options(tmp_path):
-    """Options of the command line win; the trace lies beside the file."""
-    path = tmp_path / "replicas.toml"
-    path.write_text(
-        "router = 'least-requests'\nbody = '1MiB'\ntrace = 'day.jsonl'\n"
-        "[[replicas]]\nurl = 'http://127.0.0.1:8001/v1/'\nname = 'left'\n"
-    )
-    config = RouteConfig.from_toml(path, port=1)
-    assert (config.port, config.body, config.trace) == (1, 1 << 20, tmp_path / "day.jsonl")
-    assert (config.replicas[0].url, config.replicas[0].name) == (
-        "http://127.0.0.1:8001",
-        "left",
-    )
-
-
-def test_the_port_may_be_taken():
-    """Which is an error that says so."""
+def test_the_port_may_be_taken(tmp_path):
+    """Which is an error that says so, and leaves no file."""
 
     async def scene(proxy, servers, client):
         port = int(proxy.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"port {port} of 127.0.0.1"):
-            async with routed(1, port=port):
+            async with routed(1, port=port, trace=tmp_path / "day.jsonl"):
                 pass
 
     play(scene, count=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_client_is_that_of_openai():

@@ -1,0 +1,144 @@
+"""What a server publishes of its cache: tokens, salts, and gaps where readers are slow."""
+
+from threading import Event
+
+import pytest
+
+from kvcore import KVCache
+from kvcore.kv_events import BlockRemoved, BlockStored, decode
+from kvcore.online import stored as room
+from kvcore.online.stored import StoredBlocks
+from kvcore.request import text_request
+
+
+class Publisher:
+    """Keeps what it is given, as subscribers would get it: (number, event).
+
+    Attributes:
+        gate: set unless subscribers take nothing.
+    """
+
+    def __init__(self):
+        self.got, self.number, self.closed, self.gate = [], 0, False, Event()
+        self.gate.set()
+
+    def publish(self, payload):
+        """Take a batch, if subscribers do."""
+        self.gate.wait()
+        (event,) = decode(payload).events
+        self.got.append((self.number, event))
+        self.number += 1
+
+    def skip(self, batches):
+        """Leave numbers out."""
+        self.number += batches
+
+    def serve(self, seconds):
+        """Nobody asks for replays."""
+
+    def close(self):
+        """Record that it was closed."""
+        self.closed = True
+
+
+@pytest.fixture
+def publisher():
+    """A publisher whose subscribers take everything."""
+    made = Publisher()
+    yield made
+    made.gate.set()
+
+
+def serve(cache, blocks, *requests):
+    """Open, commit and close requests, one after the other."""
+    for request in requests:
+        blocks.opened(request)
+        seq = cache.open(request, None, None)
+        cache.commit(seq, request.prompt_tokens - seq.computed, None)
+        cache.close(seq, None)
+        blocks.closed(request)
+
+
+def ask(name, tokens, salt=None):
+    """Return a request for a cache of blocks of 4 tokens."""
+    return text_request(name, tokens, output=0, block_size=4, salt=salt)
+
+
+def make(publisher, blocks=8):
+    """Return a cache and what is told of it."""
+    cache = KVCache(blocks, 4, accounting="tokens", ids=True)
+    return cache, StoredBlocks(cache, publisher)
+
+
+def test_blocks_come_with_their_tokens_and_parents(publisher):
+    """What a prompt adds to the cache is told after what it hits; what leaves, by its hash."""
+    cache, told = make(publisher, blocks=4)
+    told.start()
+    serve(cache, told, ask(0, range(8)), ask(1, [*range(8), *range(50, 54)]))
+    serve(cache, told, ask(2, range(100, 116)))
+    told.close()
+    first, second, *removed, last = [event for _, event in publisher.got]
+    assert first == BlockStored(
+        hashes=first.hashes, tokens=tuple(range(8)), block_size=4, medium="GPU"
+    )
+    assert (second.parent, second.tokens) == (first.hashes[-1], (50, 51, 52, 53))
+    assert all(isinstance(event, BlockRemoved) for event in removed)
+    gone = {value for event in removed for value in event.hashes}
+    assert gone == {*first.hashes, *second.hashes}
+    assert last.tokens == tuple(range(100, 116))
+    assert publisher.closed
+
+
+def test_a_salt_is_told_with_the_first_block(publisher):
+    """Equal prompts of two salts are other blocks, and readers can tell them apart."""
+    cache, told = make(publisher)
+    told.start()
+    serve(cache, told, ask(0, range(8)), ask(1, range(8), salt="tenant"))
+    told.close()
+    plain, salted = (event for _, event in publisher.got)
+    assert plain.tokens == salted.tokens
+    assert not set(plain.hashes) & set(salted.hashes)
+    assert plain.extra_keys is None
+    assert salted.extra_keys == (("tenant",), None)
+
+
+def test_what_is_dropped_is_a_gap(publisher, monkeypatch):
+    """Batches for which there is no room are counted, and their numbers left out."""
+    monkeypatch.setattr(room, "_QUEUED", 2)
+    cache, told = make(publisher, blocks=100)
+    prompts = [ask(number, range(4 * number, 4 * number + 4)) for number in range(6)]
+    serve(cache, told, *prompts[:5])
+    assert told.dropped == 3
+    publisher.gate.clear()
+    told.start()
+    while told._batches.full():
+        pass
+    serve(cache, told, prompts[5])
+    publisher.gate.set()
+    told.close()
+    assert [number for number, _ in publisher.got] == [0, 1, 5]
+
+
+def test_a_subscriber_that_takes_nothing_does_not_keep_a_server_from_ending(
+    publisher, monkeypatch
+):
+    """The end waits for it for a while, and no longer."""
+    monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.01)
+    cache, told = make(publisher)
+    publisher.gate.clear()
+    told.start()
+    serve(cache, told, ask(0, range(8)))
+    told.close()
+    assert not publisher.closed
+
+
+def test_only_what_is_cached_is_remembered(publisher):
+    """Memory is that of the blocks that are cached: prompts that are gone leave nothing."""
+    cache, told = make(publisher, blocks=4)
+    told.start()
+    for number in range(20):
+        serve(cache, told, ask(number, range(number, number + 16), salt=str(number)))
+    told.close()
+    assert len(told._tokens) == cache.tree.cached_blocks == 4
+    assert len(told._salts) == 1
+    assert not told._open
