@@ -110,6 +110,9 @@ class ClusterMisses:
         life.state.apply(line)
         life.after(line, victim)
         if event.event == "ROUTE":
+            # What decodes a request has its K/V sent: its prompt missed where it was prefilled.
+            if event.leg == "decode":  # type: ignore[attr-defined]
+                return
             self._route(line, number, life)  # type: ignore[arg-type]  # it is a REQUEST there
         elif event.event == "COMMIT" and event.how in ("new", "grown"):  # type: ignore[attr-defined]
             keys, first = life.state.sequences[line.seq].prompt.keys, line.first  # type: ignore[attr-defined]

@@ -11,7 +11,10 @@ a cluster costs what its replicas would cost alone. Events at the same nanosecon
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
 between replicas; requests, in the order of the workload; ends of steps, by their picosecond
 and the number of the replica; requests that these ends have brought about; and plans of next
-steps, likewise.
+steps, likewise. Of one time, the lines of a replica stand in the trace in the
+order in which they came about; in which order replicas do says nothing.
+
+Hints for prefetches are not followed: a replica is picked when a request comes.
 """
 
 from __future__ import annotations

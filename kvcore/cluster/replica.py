@@ -144,7 +144,7 @@ class ReplicaLoop(ServingLoop):
         super().end()
 
     def _growth(self, steps: int) -> int:
-        """Return the blocks that the batch takes for the steps after the next, up to so many."""
+        """Return the blocks that the batch takes for all of so many steps but the first."""
         first = self.batch.steps.count + 1
         return self.batch.growth_between(first, first + steps - 1)
 

@@ -98,6 +98,9 @@ class Holders:
         return found
 
 
+_AT_LEAST_1: Any = optional(ge(1))
+
+
 @attrs.define(eq=False, on_setattr=attrs.setters.NO_OP)
 class SentIndex(PrefixView):
     """The router's own index: a prompt is cached where it was sent, for some time.
@@ -114,8 +117,8 @@ class SentIndex(PrefixView):
     what it has sent is cached for 120 s, and knows nothing of what servers evict.
     """
 
-    ttl: int | None = attrs.field(default=120 * NS_PER_S, validator=optional(ge(1)))
-    blocks: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    ttl: int | None = attrs.field(default=120 * NS_PER_S, validator=_AT_LEAST_1)
+    blocks: int | None = attrs.field(default=None, validator=_AT_LEAST_1)
     _holders: Holders = attrs.field(factory=Holders, init=False)
     # By replica, the serial of the last prompt with a key: it never grows along a prompt.
     _last: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
@@ -181,12 +184,13 @@ class SentIndex(PrefixView):
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
-        given = {"ttl": self.ttl, "blocks": self.blocks}
         default = attrs.fields(SentIndex)
-        changed = {name: n for name, n in given.items() if n != getattr(default, name).default}
-        if changed.get("ttl") is not None:
-            changed["ttl"] = _seconds(self.ttl)
-        options = ",".join(f"{name}={value}".lower() for name, value in changed.items())
+        given = []
+        if self.ttl != default.ttl.default:
+            given.append(f"ttl={_seconds(self.ttl)}")
+        if self.blocks is not None:
+            given.append(f"blocks={self.blocks}")
+        options = ",".join(given)
         return f"index:{options}" if options else "index"
 
 
@@ -416,9 +420,8 @@ class ExactView(PrefixView):
 
 
 def _seconds(ns: int | None) -> str:
-    """Return a time in seconds, as `parse_seconds` reads it."""
-    assert ns is not None
-    return f"{ns / NS_PER_S:.15g}"
+    """Return a time in seconds, as it is read."""
+    return "none" if ns is None else f"{ns / NS_PER_S:.15g}"
 
 
 def _or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:

@@ -11,8 +11,8 @@ the served model, which accepts the first few of them and adds one token of its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 import attrs
@@ -157,48 +157,50 @@ class DraftStats:
     """What speculative decoding came to in a run.
 
     Attributes:
-        steps: steps of sequences that decode: each gives one token and the accepted drafts.
-        drafted, accepted: draft tokens.
-        by_position: for the first draft of a step, the second and so on: how many were
-            accepted, and how many had their turn, since all before them were accepted.
+        outcomes: steps of sequences that decode, by (drafts, accepted drafts): each gives
+            one token and the accepted drafts.
         plain_ps: picoseconds that the tokens of steps without prefill would have taken, one
             token a step, by the latency model; `took_ps`: what these steps took.
     """
 
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    by_position: list[list[int]] = attrs.Factory(list)
+    outcomes: Counter[tuple[int, int]] = attrs.Factory(Counter)
     plain_ps: int = 0
     took_ps: int = 0
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Count a step of a sequence."""
-        self.steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        judged = min(drafted, accepted + 1)
-        while len(self.by_position) < judged:
-            self.by_position.append([0, 0])
-        for place in range(judged):
-            self.by_position[place][0] += place < accepted
-            self.by_position[place][1] += 1
+    @property
+    def steps(self) -> int:
+        """Number of steps of sequences that decode."""
+        return self.outcomes.total()
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafts."""
+        return sum(drafted * count for (drafted, _), count in self.outcomes.items())
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted drafts."""
+        return sum(accepted * count for (_, accepted), count in self.outcomes.items())
 
     def plus(self, other: DraftStats) -> DraftStats:
         """Return what it came to in both runs."""
-        pairs = zip_longest(self.by_position, other.by_position, fillvalue=(0, 0))
         return DraftStats(
-            self.steps + other.steps,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            [[a + c, b + d] for (a, b), (c, d) in pairs],
+            self.outcomes + other.outcomes,
             self.plain_ps + other.plain_ps,
             self.took_ps + other.took_ps,
         )
 
     def probabilities(self) -> list[float]:
-        """Return the share of accepted drafts by position, of those whose turn came."""
-        return [accepted / judged for accepted, judged in self.by_position]
+        """Return the share of accepted drafts by position, of those whose turn came.
+
+        That of a draft comes when all before it are accepted.
+        """
+        accepted, judged = Counter[int](), Counter[int]()
+        for (drafts, right), count in self.outcomes.items():
+            for place in range(min(drafts, right + 1)):
+                judged[place] += count
+                accepted[place] += count * (place < right)
+        return [accepted[place] / judged[place] for place in sorted(judged)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON has them."""

@@ -120,8 +120,6 @@ class SpeculativeLoop(ServingLoop):
     """
 
     _executor: SpeculativeExecutor
-    _limits: list[int] = []  # noqa: RUF012 - of the step that has begun
-    _jobs: list[Job] = []  # noqa: RUF012
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -133,6 +131,11 @@ class SpeculativeLoop(ServingLoop):
             )
             raise InputError(msg)
         self.log.drafts = DraftStats()
+        # Of the step that has begun: who decodes, with how many drafts at most, who of them
+        # got blocks for these, and what was computed.
+        self._jobs: list[Job] = []
+        self._limits: list[int] = []
+        self._extended: set[Job] = set()
         self._step: tuple[StepWork, StepResult] | None = None
 
     def _compute(self) -> StepResult:
@@ -155,11 +158,15 @@ class SpeculativeLoop(ServingLoop):
             seq, count = job.seq, min(most, job.output_left - 1, left)
             assert seq is not None
             if count > 0:
-                cache.settle(seq, job.length + 1)
-                slots = seq.blocks * size - seq.tokens
+                # Those in the block of the newest token are there.
+                length = job.length + 1
+                slots = -length % size
                 if count > slots:
                     count = min(count, slots + cache.available_blocks * size)
-                cache.extend(seq, count, now)
+                if count > slots:
+                    cache.settle(seq, length)
+                    cache.extend(seq, count, now)
+                    self._extended.add(job)
                 left -= count
             limits.append(max(count, 0))
         return limits
@@ -176,20 +183,21 @@ class SpeculativeLoop(ServingLoop):
         assert self._step is not None
         (work, result), self._step = self._step, None
         cache, batch, stats = self._cache, self.batch, self.log.drafts
+        extended, more = self._extended, 0
         assert stats is not None
-        more = 0
         for job, limit, (drafted, accepted) in zip(
             self._jobs, self._limits, result.verified, strict=True
         ):
             if job.stage != DECODE:
                 continue  # it was given up while the step ran
-            stats.count(drafted, accepted)
+            stats.outcomes[drafted, accepted] += 1
             if accepted:
                 batch.gain(job, accepted)
                 more += accepted
-            if limit > accepted:
+            if job in extended and limit > accepted:
                 assert job.seq is not None
                 cache.rollback(job.seq, limit - accepted, now)
+        extended.clear()
         if more:
             # They come together with the token after them.
             self.log.itl.pending.append((0, 0, 1, more))

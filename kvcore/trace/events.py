@@ -231,7 +231,9 @@ class Route(Event, tag="ROUTE"):
 
     request: RequestId
     tokens: Count | UnsetType = UNSET
-    leg: Literal["prefill", "decode"] | UnsetType = UNSET
+    leg: Annotated[Literal["prefill", "decode"], _one_of("prefill", "decode")] | UnsetType = (
+        UNSET
+    )
 
 
 class Transfer(Event, tag="TRANSFER"):

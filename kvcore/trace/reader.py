@@ -137,15 +137,16 @@ class TraceReader(SealedReader["Event"]):
                 "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
             })  # fmt: skip
         else:
-            self._check_names(raw, event)
+            # With as many colons as names, none stands there twice.
+            colons = raw.count(b":")
+            if colons != self._required_names[type(event)] or self._odd_bytes:
+                self._check_names(raw, event, colons)
             self._counts[name] = self._counts.get(name, 0) + 1
         self._time = now
         return event
 
-    def _check_names(self, raw: bytes, event: Event) -> None:
+    def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
         """Refuse a line that has a name twice, or is otherwise not written as kvcore does."""
-        # With as many colons as names, none stands there twice.
-        colons = raw.count(b":")
         plain = colons == self._required_names[type(event)]
         if not (plain or colons == self._count_names(event)) or (
             self._odd_bytes and ODD_BYTES.search(raw)

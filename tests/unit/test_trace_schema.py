@@ -298,17 +298,21 @@ def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
         cluster.recorder(0).begin(**CACHE)
         cluster.begin({"name": "random", "options": {}}, routing={"view": "index"})
         cluster.request(asked, 1)
-        cluster.route(1, asked, 0, 32)
+        cluster.route(1, asked, 0, 32, "prefill")
+        cluster.transfer(1, asked, 0, 1, 2, 1024, 9)
         cluster.leave(2, 0)
         cluster.fail(3, 0)
         cluster.rejoin(4, 0)
         cluster.refuse(5, asked, "full")
         cluster.flush(6)
     header, _, *lines, reject, _ = read_events(path)
-    assert [type(line) for line in lines] == [EVENTS[name] for name in
-                                              ("ROUTE", "LEAVE", "FAIL", "RETURN")]  # fmt: skip
+    names = ["ROUTE", "TRANSFER", "LEAVE", "FAIL", "RETURN"]
+    assert [type(line) for line in lines] == [EVENTS[name] for name in names]
     for line in lines:
-        assert line.as_dict().keys() == {*describe_fields(type(line))}
+        fields = {*describe_fields(type(line))}
+        # What moves is of two replicas, and names both.
+        fields -= {"replica"} if line.event == "TRANSFER" else set()
+        assert line.as_dict().keys() == fields
     assert (lines[0].request, lines[0].tokens, lines[0].replica) == ("r", 32, 0)
     assert (reject.request, reject.why, reject.replica) == ("r", "full", msgspec.UNSET)
     assert [record.count for record in header.replicas] == [1]

@@ -16,6 +16,9 @@ from kvcore.serving import StepWork
 from kvcore.serving.acceptance import read_acceptance
 from kvcore.serving.drafter import HeadCost, ModelCost
 
+KEPT = 4096
+"""Requests whose last digest is kept."""
+
 
 @attrs.define(slots=False, eq=False)
 class Acceptance(Drafter):
@@ -59,6 +62,9 @@ class Acceptance(Drafter):
         init=False, repr=False, factory=dict
     )
     _costs: list[ModelCost | HeadCost] = attrs.field(init=False, repr=False, factory=list)
+    _digests: dict[int | str, tuple[int, bytes]] = attrs.field(
+        init=False, repr=False, factory=dict
+    )
     _key: bytes = attrs.field(init=False, repr=False, default=b"")
 
     def __attrs_post_init__(self) -> None:
@@ -111,6 +117,12 @@ class Acceptance(Drafter):
         return sum(cost.duration(work, drafts) for cost in self._costs)
 
     def _drawn(self, name: int | str, index: int) -> float:
-        """Return the number in [0, 1) of an output token."""
-        text = self._key + f"{name!r} {index}".encode()
-        return int.from_bytes(blake2b(text, digest_size=7).digest(), "little") / 2**56
+        """Return the number in [0, 1) of an output token; a digest has those of nine."""
+        block, place = divmod(index, 9)
+        known = self._digests.get(name)
+        if known is None or known[0] != block:
+            if len(self._digests) > KEPT:
+                self._digests.clear()
+            text = self._key + f"{name!r} {block}".encode()
+            known = self._digests[name] = block, blake2b(text, digest_size=63).digest()
+        return int.from_bytes(known[1][7 * place : 7 * place + 7], "little") / 2**56
