@@ -1,4 +1,4 @@
-"""Split phases with random requests and pools: nothing is lost, and all that is missing moves."""
+"""Split phases, random requests and pools: nothing is lost, and all that is missing moves."""
 
 from collections import Counter
 from tempfile import NamedTemporaryFile
