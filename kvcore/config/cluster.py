@@ -82,11 +82,13 @@ class ClusterParts(RunParts):
             groups.append((count, parts))
         return groups
 
+    _split_anew = False
+
     @property
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
         """The numbers of replicas that are alike, and options of their own, as asked for."""
         given = self.config.replicas
-        if given == 1 and self.split is not None:
+        if self.split is not None and (given == 1 or self._split_anew):
             given = self.split.replicas
         if isinstance(given, int):
             return [(given, {})]
