@@ -234,6 +234,7 @@ class PhaseLoop(ReplicaLoop):
         del self.outgoing[move.request.id]
         self.batcher.running[job] = None
         super()._finish([job], now)
+        self._cache.disown(job.request)
         self.handed.add(len(self.log.ids) - 1)
         self.log.own_slos -= job.request.slo is not None
 
@@ -255,6 +256,7 @@ class PhaseLoop(ReplicaLoop):
         elif not self.inbox.remove(move.request.id):
             waiting = (each for each in batcher.waiting if each.request.id == move.request.id)
             batcher.waiting.remove(next(waiting), now)
+        self._cache.disown(move.request)
         batcher.blocked_job, batcher.changed = None, True
 
     @property
@@ -621,10 +623,12 @@ class PhaseCluster(Cluster):
         """
         move = self._moves.get(request.id)
         if move is None:
-            self._route(request, now, arrival)
+            super()._serve_again(server, request, now, arrival)
         elif move.source is server:
             del self._moves[request.id]
             move.over = True
+            if move.refused == REJECTED:
+                return
             target = move.target
             if target is not None:
                 self._touch(target, now)
@@ -632,8 +636,9 @@ class PhaseCluster(Cluster):
                 del target.sent[request.id]
                 dispatcher, replica = self._seen(target)
                 dispatcher.ended(request, replica, now)
-            self._route(request, now, arrival)
+            super()._serve_again(server, request, now, arrival)
         else:
+            self.retried += 1
             # What is in the heap is of a transfer that ends nowhere.
             self._serial += 1
             again = attrs.evolve(

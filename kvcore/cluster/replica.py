@@ -243,3 +243,11 @@ class Server:
 
 class SpeculativeReplica(SpeculativeLoop, ReplicaLoop):
     """A replica whose decode steps verify drafts."""
+
+    def break_off(self, now: int) -> None:
+        """Let the turn that is under way end at `now` (ns); its drafts are nobody's."""
+        for job, limit in zip(self._jobs, self._limits, strict=True):
+            if job in self._extended:
+                assert job.seq is not None
+                self._cache.rollback(job.seq, limit, now)
+        super().break_off(now)
