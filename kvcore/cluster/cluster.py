@@ -310,7 +310,7 @@ class Cluster:
         server.sent[request.id] = arrival, request
         if server.number in self._scaler_of:
             self._scaler_of[server.number].sent(request.prompt_tokens)
-        server.loop.inbox.put(request, now, arrival)
+        server.loop.receive(request, now, arrival)
         self._touch(server, now)
 
     def _clock(self) -> int:

@@ -459,7 +459,7 @@ class PhaseCluster(Cluster):
             move = Move(request, arrival, self._serial, server)
             self._moves[request.id] = _loop(server).outgoing[request.id] = move
             sent = attrs.evolve(request, output_tokens=1, output_keys=())
-        server.loop.inbox.put(sent, now, arrival)
+        server.loop.receive(sent, now, arrival)
         self._touch(server, now)
 
     def _dispatch(
@@ -499,10 +499,11 @@ class PhaseCluster(Cluster):
         replica = self._replicas[move.target.number]
         # Its prompt is not computed there.
         pool.first_token(move.request, replica, now)
-        loop = _loop(move.target)
+        target = move.target
+        loop = _loop(target)
         loop.incoming[move.request.id] = move
-        loop.inbox.put(move.request, now, move.arrival)
-        self._touch(move.target, now)
+        loop.receive(move.request, now, move.arrival)
+        self._touch(target, now)
 
     def _give_up(self, move: Move, now: int) -> None:
         """Refuse a request that no replica decodes, once its prefill has ended."""

@@ -156,6 +156,17 @@ class ReplicaLoop(ServingLoop):
             return cache.pool.free_blocks
         return cache.available_blocks
 
+    def receive(self, request: Request, now: int, arrival: int) -> None:
+        """Take in a request that is sent at `now`, and came to the cluster at `arrival`, ns.
+
+        What can never be served is rejected at once, whatever step is under way, so that
+        what follows it in its session does not come too late to be routed.
+        """
+        if self._unfit(request):
+            self._arrive(request, now, arrival)
+        else:
+            self.inbox.put(request, now, arrival)
+
     def wake(self, now: int) -> None:
         """Move the clock of an idle loop to `now` (ns)."""
         self.clock_ps = max(self.clock_ps, now * PS_PER_NS)
