@@ -751,6 +751,10 @@ class KVCache:
         if self.trace is not None:
             self._admitted.add(request.id)
 
+    def disown(self, request: Request) -> None:
+        """Let `request`, which is served elsewhere from now on, come here as a new one."""
+        self._admitted.discard(request.id)
+
     def _check_admission(self, request: Request, *, resumed: bool) -> None:
         """Refuse an admission that would make the trace contradict itself.
 

@@ -310,7 +310,7 @@ class Cluster:
         server.sent[request.id] = arrival, request
         if server.number in self._scaler_of:
             self._scaler_of[server.number].sent(request.prompt_tokens)
-        server.loop.inbox.put(request, now, arrival)
+        server.loop.receive(request, now, arrival)
         self._touch(server, now)
 
     def _clock(self) -> int:
@@ -353,13 +353,13 @@ class Cluster:
             self._returns += 1
             due = now + failure.duration
             heappush(self._heap, (due, RETURN, due * PS_PER_NS, server.number, 0))
-        self.retried += len(lost)
         for arrival, request in lost:
             self._serve_again(server, request, now, arrival)
 
     def _serve_again(self, server: Server, request: Request, now: int, arrival: int) -> None:
         """Send a request elsewhere that `server` has lost."""
         del server
+        self.retried += 1
         self._route(request, now, arrival)
 
     def _return(self, server: Server, now: int) -> None:

@@ -234,6 +234,7 @@ class PhaseLoop(ReplicaLoop):
         del self.outgoing[move.request.id]
         self.batcher.running[job] = None
         super()._finish([job], now)
+        self._cache.disown(job.request)
         self.handed.add(len(self.log.ids) - 1)
         self.log.own_slos -= job.request.slo is not None
 
@@ -255,6 +256,7 @@ class PhaseLoop(ReplicaLoop):
         elif not self.inbox.remove(move.request.id):
             waiting = (each for each in batcher.waiting if each.request.id == move.request.id)
             batcher.waiting.remove(next(waiting), now)
+        self._cache.disown(move.request)
         batcher.blocked_job, batcher.changed = None, True
 
     @property
@@ -457,7 +459,7 @@ class PhaseCluster(Cluster):
             move = Move(request, arrival, self._serial, server)
             self._moves[request.id] = _loop(server).outgoing[request.id] = move
             sent = attrs.evolve(request, output_tokens=1, output_keys=())
-        server.loop.inbox.put(sent, now, arrival)
+        server.loop.receive(sent, now, arrival)
         self._touch(server, now)
 
     def _dispatch(
@@ -497,10 +499,11 @@ class PhaseCluster(Cluster):
         replica = self._replicas[move.target.number]
         # Its prompt is not computed there.
         pool.first_token(move.request, replica, now)
-        loop = _loop(move.target)
+        target = move.target
+        loop = _loop(target)
         loop.incoming[move.request.id] = move
-        loop.inbox.put(move.request, now, move.arrival)
-        self._touch(move.target, now)
+        loop.receive(move.request, now, move.arrival)
+        self._touch(target, now)
 
     def _give_up(self, move: Move, now: int) -> None:
         """Refuse a request that no replica decodes, once its prefill has ended."""
@@ -621,10 +624,12 @@ class PhaseCluster(Cluster):
         """
         move = self._moves.get(request.id)
         if move is None:
-            self._route(request, now, arrival)
+            super()._serve_again(server, request, now, arrival)
         elif move.source is server:
             del self._moves[request.id]
             move.over = True
+            if move.refused == REJECTED:
+                return
             target = move.target
             if target is not None:
                 self._touch(target, now)
@@ -632,8 +637,9 @@ class PhaseCluster(Cluster):
                 del target.sent[request.id]
                 dispatcher, replica = self._seen(target)
                 dispatcher.ended(request, replica, now)
-            self._route(request, now, arrival)
+            super()._serve_again(server, request, now, arrival)
         else:
+            self.retried += 1
             # What is in the heap is of a transfer that ends nowhere.
             self._serial += 1
             again = attrs.evolve(

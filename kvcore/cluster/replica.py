@@ -156,6 +156,17 @@ class ReplicaLoop(ServingLoop):
             return cache.pool.free_blocks
         return cache.available_blocks
 
+    def receive(self, request: Request, now: int, arrival: int) -> None:
+        """Take in a request that is sent at `now`, and came to the cluster at `arrival`, ns.
+
+        What can never be served is rejected at once, whatever step is under way, so that
+        what follows it in its session does not come too late to be routed.
+        """
+        if self._unfit(request):
+            self._arrive(request, now, arrival)
+        else:
+            self.inbox.put(request, now, arrival)
+
     def wake(self, now: int) -> None:
         """Move the clock of an idle loop to `now` (ns)."""
         self.clock_ps = max(self.clock_ps, now * PS_PER_NS)
@@ -243,3 +254,11 @@ class Server:
 
 class SpeculativeReplica(SpeculativeLoop, ReplicaLoop):
     """A replica whose decode steps verify drafts."""
+
+    def break_off(self, now: int) -> None:
+        """Let the turn that is under way end at `now` (ns); its drafts are nobody's."""
+        for job, limit in zip(self._jobs, self._limits, strict=True):
+            if job in self._extended:
+                assert job.seq is not None
+                self._cache.rollback(job.seq, limit, now)
+        super().break_off(now)

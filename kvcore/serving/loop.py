@@ -478,15 +478,18 @@ class ServingLoop:
         )
         if self._cache.trace is not None:
             self._cache.announce(request, now)
-        if request.prompt_tokens:
-            why = self.allocator.never_fits(request)
-        else:
-            why = "its prompt is empty"
+        why = self._unfit(request)
         if why:
             self._reject(job, why, now)
         else:
             self.batcher.queue(job, now)
         return job
+
+    def _unfit(self, request: Request) -> str:
+        """Return why a request can never be served; "" if it can be."""
+        if not request.prompt_tokens:
+            return "its prompt is empty"
+        return self.allocator.never_fits(request)
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request that announced it, unless it is here already."""

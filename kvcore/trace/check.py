@@ -296,6 +296,11 @@ class TraceChecker:
             "header": state.header.as_dict(),
         }
 
+    def forget(self, request: int | str) -> None:
+        """Apply that `request`, which does not run here, is served elsewhere from now on."""
+        self.lifecycles.forget(request)
+        del self.state.requests[request]
+
     def cached_tokens(self, request: events.Request) -> int:
         """Return how many tokens of a prompt would hit now. O(log keys)."""
         prompt, layout = self.state.layout.prompt(request), self.state.layout

@@ -30,6 +30,7 @@ class CheckedReplica:
         routed, finished, rejected, preemptions, hits: counts of the lives before this one;
             `routed` of this one too.
         sent: keys of what was routed to it in this life, and generated there.
+        handed: requests that it has prefilled in this life, and that went on elsewhere.
     """
 
     header: Header
@@ -41,6 +42,7 @@ class CheckedReplica:
     preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
     hits: Hits = attrs.field(factory=Hits)
     sent: set[Any] = attrs.field(factory=set)
+    handed: set[int | str] = attrs.field(factory=set)
     _life: TraceChecker | None = None
 
     @property
@@ -59,6 +61,7 @@ class CheckedReplica:
         self._life, self.leaving = None, False
         self.failures += 1
         self.sent.clear()
+        self.handed.clear()
 
     def end(self, event: events.End) -> None:
         """Check that nothing is left open."""
@@ -243,6 +246,7 @@ class ClusterChecker:
             del self._moving[request]
             if name == "FINISH":
                 self._handed += 1
+                self.replicas[number].handed.add(request)
                 if at == number:
                     self._since[request] = self._at.pop(request)
                 return
@@ -252,9 +256,7 @@ class ClusterChecker:
         """Record that a request is not expected any more where it was to decode."""
         target = self._dropped.pop(request, None)
         if target is not None:
-            life = self.replicas[target].life
-            life.lifecycles.forget(request)
-            del life.state.requests[request]
+            self.replicas[target].life.forget(request)
 
     def _route(
         self, event: events.Route, request: events.Request, replica: CheckedReplica
@@ -277,6 +279,10 @@ class ClusterChecker:
         if replica.leaving:
             violated(f"replica {event.replica} leaves: it is sent no more requests")
         self._forget(event.request)
+        if event.request in replica.handed:
+            # It went on elsewhere, was lost there, and begins again.
+            replica.handed.remove(event.request)
+            replica.life.forget(event.request)
         since = self._since.pop(event.request)
         if self._header.mode != "wall" and event.t not in (since, self._returned):
             violated(f"request {event.request!r} waits since {since} ns, with replicas up")
@@ -327,17 +333,19 @@ class ClusterChecker:
     def _lost(self, number: int) -> list[int | str]:
         """Return the requests that begin again, since a replica fails."""
         lost = [id_ for id_, at in self._at.items() if at == number]
-        self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
         for id_, moving in [*self._moving.items()]:
             if moving.source == number:
                 del self._moving[id_]
-                if moving.target is not None:
-                    lost.append(id_)
+                # Nothing is left of what was rejected where it was to decode.
+                if moving.target is not None and id_ in self._at:
+                    if self._at[id_] != number:
+                        lost.append(id_)
                     self._dropped[id_] = moving.target
-            elif moving.target == number:
+            elif moving.target == number and id_ in lost:
                 # Its prefill replica has it still, and sends it to another.
                 lost.remove(id_)
                 self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
+        self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
         return lost
 
     def _end(self, event: events.End) -> None:

@@ -83,9 +83,9 @@ class Lifecycles:
         life.stage, life.seq, life.answered = PREEMPTED, -1, True
 
     def forget(self, request: int | str) -> None:
-        """Record that `request`, which waits, is given up here: its K/V does not come."""
+        """Record that `request`, which waits or has ended, is no longer served here."""
         life = self._requests[request]
-        if life.stage != PREEMPTED:
+        if life.stage not in (PREEMPTED, FINISHED):
             violated(f"request {request!r} is {life.stage}, and is given up")
         del self._requests[request]
 

@@ -43,9 +43,10 @@ def told(run):
 def as_asked(lines):
     """Return the bytes of lines without numbers, of one time first what was asked.
 
-    A cluster routes all that comes at a time before a replica takes, or rejects, any of it.
+    A cluster routes, or rejects, all that comes at a time before a replica takes any of it.
     """
-    lines = sorted(lines, key=lambda line: (line["t"], line["event"] != "REQUEST"))
+    asked = ("REQUEST", "REJECT")
+    lines = sorted(lines, key=lambda line: (line["t"], *(line["event"] != e for e in asked)))
     return [orjson.dumps({**line, "n": 0}) for line in lines]
 
 
