@@ -82,7 +82,10 @@ class ClusterParts(RunParts):
             groups.append((count, parts))
         return groups
 
-    _split_anew = False
+    @property
+    def _split_anew(self) -> bool:
+        """Whether the pools of split phases say how many replicas there are."""
+        return False
 
     @property
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
