@@ -9,7 +9,6 @@ from random import Random
 from typing import ClassVar
 
 import attrs
-import pytest
 from helpers.schedulers import scheduler_of
 
 from kvcore import KVCache, LatencyModel, Request
