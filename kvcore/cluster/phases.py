@@ -253,9 +253,10 @@ class PhaseLoop(ReplicaLoop):
                 )
             self.allocator.close(job, now)
             del batcher.running[job]
+            batcher.ended(job, now)
         elif not self.inbox.remove(move.request.id):
             waiting = (each for each in batcher.waiting if each.request.id == move.request.id)
-            batcher.waiting.remove(next(waiting), now)
+            batcher.withdraw(next(waiting), now)
         self._cache.disown(move.request)
         batcher.blocked_job, batcher.changed = None, True
 
@@ -430,6 +431,7 @@ class PhaseCluster(Cluster):
 
     def _route(self, request: Request, now: int, arrival: int) -> None:
         """ARRIVAL: send a request to a replica that prefills, or that does both."""
+        self._now = now
         name = "prefill"
         pool, mixed = self.pools["prefill"], self.pools["mixed"]
         least = min((each.waiting_tokens for each in pool.up), default=None)
@@ -479,6 +481,7 @@ class PhaseCluster(Cluster):
 
     def _send(self, move: Move, now: int) -> None:
         """Send a request to a replica that decodes, which asks for its K/V when it has room."""
+        self._now = now
         pool, mixed = self.pools["decode"], self.pools["mixed"]
         if mixed.up and all(each.usage >= FULL for each in pool.up):
             emptiest = min(mixed.up, key=lambda each: each.usage)

@@ -244,6 +244,7 @@ class Batcher:
         self._queued = find_override(scheduler, "queued")
         self._admitted = find_override(scheduler, "admitted")
         self._finished = find_override(scheduler, "finished")
+        self._withdrawn = find_override(scheduler, "withdrawn")
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
         """Add `job` to the waiting ones."""
@@ -318,6 +319,10 @@ class Batcher:
         del self.running[job]
         self.blocked_job = None
         self.changed = True
+        self.ended(job, now)
+
+    def ended(self, job: Job, now: int) -> None:
+        """Tell the scheduler that `job`, which ran, has ended."""
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 
@@ -330,11 +335,11 @@ class Batcher:
         if job.stage == LOADING or (job.stage == WAITING and job.admitted is not None):
             return False
         trace, seq = self._cache.trace, job.seq
-        if job.stage in (WAITING, PAUSED):
-            self.waiting.remove(job, now)
-            self.paused.pop(job, None)
-        else:
+        ran = job.stage not in (WAITING, PAUSED)
+        if ran:
             self._leave_batch(job)
+        else:
+            self.withdraw(job, now)
         if trace is not None and seq is not None:
             if job.stage == PAUSED:
                 trace.resume(now, request=job.request.id, seq=seq.id)
@@ -342,11 +347,18 @@ class Batcher:
         job.output_tokens, job.stage = job.generated, DONE
         if seq is not None:
             self._allocator.close(job, now)
-            if self._finished is not None:
-                self._call("finished", self._finished, job, now)
+        if ran:
+            self.ended(job, now)
         self.blocked_job = None
         self.changed = True
         return True
+
+    def withdraw(self, job: Job, now: int) -> None:
+        """Remove `job`, which waits and is given up, from the queue."""
+        self.waiting.remove(job, now)
+        self.paused.pop(job, None)
+        if self._withdrawn is not None:
+            self._call("withdrawn", self._withdrawn, job, now)
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""

@@ -242,7 +242,10 @@ class Scheduler(Plugin):
         """Called when `job` starts to run: for the first time, again, or after a pause."""
 
     def finished(self, job: Job, now: int) -> None:
-        """Called when `job` has generated its last token."""
+        """Called when `job`, which ran, has ended."""
+
+    def withdrawn(self, job: Job, now: int) -> None:
+        """Called when `job`, which waits, is given up: its client has gone, or its K/V."""
 
     def plan(self, state: LoopState) -> StepPlan:
         """Return which jobs to schedule and to pause. The full tier: override it as a whole.

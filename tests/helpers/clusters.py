@@ -100,6 +100,7 @@ def serve_cluster(
     split=None,
     decode_router=None,
     layers=4,
+    drafter=None,
     **batching,
 ):
     """Serve `requests` with alike replicas; check that nothing is lost.
@@ -138,6 +139,7 @@ def serve_cluster(
             "scheduler": scheduler() if callable(scheduler) else scheduler_of(scheduler),
             "latency": latency(),
             "batching": Batching(**{"watermark": 0} | batching),
+            "drafter": None if drafter is None else drafter(),
         }
 
     result = simulate_cluster(

@@ -19,7 +19,7 @@ from kvcore.serving.loop import Arrivals, ServingLoop
 from kvcore.tiers import Tiers
 from kvcore.trace import check_trace
 
-SCHEDULERS = ("fcfs", "srpt", "urgent", "latest", "planning")
+SCHEDULERS = ("fcfs", "srpt", "urgent", "latest", "planning", "fair")
 
 
 class ImpatientLoop(ServingLoop):

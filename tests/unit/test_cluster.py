@@ -1,5 +1,6 @@
 """Clusters: failures, routers that err, the order of simultaneous events, views in text."""
 
+from functools import partial
 from typing import ClassVar
 
 import attrs
@@ -12,6 +13,7 @@ from kvcore.cluster import Failure, parse_view
 from kvcore.cluster.views import ExactView, SentIndex
 from kvcore.serving import StepPlan
 from kvcore.units import NS_PER_S
+from kvcore_plugins.drafter.acceptance import Acceptance
 
 
 @attrs.define(eq=False)
@@ -157,6 +159,26 @@ def test_a_refused_request_ends_its_turn():
     run = serve_cluster(requests, router=router)
     assert [line["t"] for line in run.of("REQUEST")] == [5, 12]
     assert run.result.requests["reason"] == ["the router refused it", None]
+
+
+def test_what_follows_a_rejected_request_is_not_late():
+    """While a step runs, a prompt too long is rejected when it comes, and the next one comes."""
+    session = {"session": "s"}
+    requests = [
+        ask(0, 0, output=3), ask(1, 5, prompt=99, **session), ask(2, 6, after=1, **session)
+    ]  # fmt: skip
+    router = Answers(lambda request, replicas, _: replicas[-(request.id == 2)])
+    run = serve_cluster(requests, router=router, blocks=9, failures=["replica=1,at=7ns"])
+    assert [line["t"] for line in run.of("ROUTE")][:3] == [0, 5, 5]
+    assert run.result.retried == 1
+
+
+def test_a_replica_that_fails_while_it_verifies_drafts_holds_no_more_than_it_should():
+    """The slots of drafts are nobody's: its cache is whole, as `serve_cluster` checks."""
+    drafter = partial(Acceptance, tokens=4, probability=0.9)
+    failures = ["replica=0,at=25ns,for=5ns"]
+    run = serve_cluster([ask(0, output=30)], router=to(0), drafter=drafter, failures=failures)
+    assert len(run.result.lives[0]) == 2
 
 
 # Routers that err.

@@ -1,11 +1,14 @@
 """Split phases: times by hand, what is moved, back-pressure and failures."""
 
+from tempfile import NamedTemporaryFile
+
 import pytest
 from helpers.clusters import Longest, serve_cluster
 from helpers.serving import SLOT, ask
 
 from kvcore import InputError
 from kvcore.cluster.phases import Split
+from kvcore.trace.check import check_trace
 
 ONE = "prefill=1,decode=1,latency=0s"
 SLOW = f"{ONE},bandwidth=1GB"
@@ -161,6 +164,53 @@ def test_requests_of_a_replica_that_fails_are_served_again(overlap, replica, at)
     result = serve(requests, split, failures=[f"replica={replica},at={at}"])
     assert sorted(result.log.ids) == [*"abcd"]
     assert not result.log.reasons
+
+
+def test_what_was_rejected_is_not_served_again():
+    """Its prefill fails after the decode replica has rejected it: one row, no retry."""
+    requests = [ask("a", prompt=12, output=20)]
+    failures = ["replica=0,at=15ns,for=1ns"]
+    limits = {"max_tokens": 4, "max_seqs": 1}
+    result = serve(requests, blocks=5, failures=failures, **limits)
+    assert list(result.log.ids) == ["a"]
+    assert list(result.log.reasons.values()) == ["it needs 8 blocks; the pool has 5"]
+    assert result.retried == 0
+
+
+def test_a_request_begins_again_where_it_was_prefilled():
+    """Its decode replica fails after the transfer: it hits where it was prefilled before."""
+    run = serve_cluster(
+        [ask("a", prompt=8, output=20, keys=(1, 2))],
+        split=f"{SLOW},overlap=whole",
+        failures=["replica=1,at=200ns,for=1ns"],
+    )
+    routes = [(line["t"], line["replica"], line["leg"]) for line in run.of("ROUTE")]
+    assert routes[2:3] == [(200, 0, "prefill")]
+    assert run.result.retried == 1
+    assert not run.result.log.reasons
+    with NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(run.trace)
+        file.flush()
+        assert check_trace(file.name).complete
+
+
+def test_a_scheduler_with_a_queue_of_its_own_hears_of_what_is_given_up():
+    """A request that waits to decode where its prefill is lost is no longer planned there."""
+    requests = [ask(name, prompt=12, output=9, tenant=name) for name in "abcd"]
+    split = "prefill=2,decode=1,latency=0s,bandwidth=1GB"
+    limits = {"max_tokens": 4, "max_seqs": 1}
+    failures = ["replica=1,at=15ns,for=1ns"]
+    result = serve(requests, split, scheduler="fair", failures=failures, **limits)
+    assert sorted(result.log.ids) == [*"abcd"]
+
+
+def test_usage_is_that_of_the_moment_a_request_is_routed():
+    """A decode replica that is jumping is seen with the blocks that it has taken by then."""
+    seen = Longest()
+    requests = [ask("a", prompt=4, output=30), ask("b", 200, prompt=4, output=2)]
+    serve(requests, f"{ONE},bandwidth=1GB", decode_router=seen, blocks=20)
+    # It decodes from 66 on: at 200 the 14th slot beside those of the prompt is taken.
+    assert seen.saw["b"] == [(200, [(1, 0, 5 / 20)])]
 
 
 def test_a_pool_that_is_down_is_waited_for():

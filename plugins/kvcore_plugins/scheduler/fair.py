@@ -87,11 +87,8 @@ class Fair(Scheduler):
         """Remove `job` from its tenant's queue, and charge its prompt once."""
         del now
         tenant = job.request.tenant
-        queue = self._queues[tenant]
-        heappop(queue)
-        if not queue:
-            del self._queues[tenant]
-            self._left = tenant
+        heappop(self._queues[tenant])
+        self._leave(tenant)
         if job.data is None:
             job.data = 0  # output tokens that are charged
             self._counters[tenant] += self._weights[0] * job.request.prompt_tokens
@@ -102,6 +99,15 @@ class Fair(Scheduler):
         del now
         self._charge(job)
         del self._running[job]
+
+    def withdrawn(self, job: Job, now: int) -> None:
+        """Remove `job` from its tenant's queue. O(jobs of the tenant that wait)."""
+        del now
+        tenant = job.request.tenant
+        queue = self._queues[tenant]
+        queue.remove((job.serial, job))
+        heapify(queue)
+        self._leave(tenant)
 
     def plan(self, state: LoopState) -> StepPlan:
         """Admit the tenants in turn, by the counters that each admission changes."""
@@ -125,6 +131,12 @@ class Fair(Scheduler):
                 heapreplace(turns, (counters[tenant], queue[0][0], tenant))
             else:
                 heappop(turns)
+
+    def _leave(self, tenant: Tenant) -> None:
+        """Forget the queue of a tenant of whom nobody waits any more."""
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._left = tenant
 
     def _settle(self, now: int) -> None:
         """Charge what the running jobs have generated, once a time."""
