@@ -99,6 +99,7 @@ class Chart:
 
     def _draw(self, figure: Figure, panels: Sequence[Panel]) -> None:
         every = figure.subplots(1, len(panels), squeeze=False)[0]
+        rows = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
         for axes, panel in zip(every, panels, strict=True):
             points = [at for points in panel.lines.values() for at, _ in points]
             if len(set(points)) > 1:
@@ -110,7 +111,7 @@ class Chart:
                 axes.set_xlabel(self.across)
                 axes.set_ylabel(panel.label)
             else:
-                _bars(axes, panel, named=axes is every[0])
+                _bars(axes, panel, rows, named=axes is every[0])
                 axes.set_xlabel(panel.label)
             axes.grid(color=PALE, linewidth=0.6, axis="both" if len(set(points)) > 1 else "x")
             axes.set_axisbelow(True)
@@ -203,24 +204,25 @@ def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> Non
     axes.set_xticks([], minor=True)
 
 
-def _bars(axes: Axes, panel: Panel, *, named: bool) -> None:
-    """Draw a bar for each name, with its value."""
-    drawn = [(name, points[0][1]) for name, points in panel.lines.items() if points]
-    for row, (name, value) in enumerate(drawn):
+def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None:
+    """Draw a bar for each name, with its value, in the row that all panels have it in."""
+    drawn = {name: points[0][1] for name, points in panel.lines.items() if points}
+    for name, value in drawn.items():
+        row = rows.index(name)
         axes.barh(row, value, height=0.7, color=INK if _is_bound(name) else COLOURS[0])
         axes.annotate(
             panel.text(value), (value, row), (3, 0), textcoords="offset points", va="center",
             fontsize=8,
         )  # fmt: skip
-    values = [value for _, value in drawn]
+    values = [*drawn.values()]
     if panel.bound is not None:
         told, bound = panel.bound
         values.append(bound)
         axes.axvline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
         axes.set_title(f"{told}: {panel.text(bound)}", loc="right", fontsize=8, color=GREY)
-    names = [printable(shorten(name, NAME)) for name, _ in drawn] if named else []
-    axes.set_yticks(range(len(drawn)), names or [""] * len(drawn))
-    axes.set_ylim(len(drawn) - 0.4, -0.6)
+    names = [printable(shorten(name, NAME)) if named else "" for name in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.25 * max(values, default=0) or 1)
     axes.xaxis.set_major_locator(_few())
     axes.xaxis.set_major_formatter(lambda value, _: panel.text(value))
