@@ -273,6 +273,14 @@ class Recorded:
         if take is not None:
             take(event)
 
+    def job(self, request: int | str) -> Job | None:
+        """Return the job of a request that has not ended; None: there is none."""
+        return self._jobs.get(request)
+
+    def hand_over(self, request: int | str) -> Job:
+        """Return the job of a request that goes on elsewhere, and forget it."""
+        return self._jobs.pop(request)
+
     def _request(self, event: events.Request) -> None:
         if not self._timed and self._jobs:
             self._by_hand()
@@ -381,6 +389,9 @@ class RecordedLives:
         self._lives = [[self._make(own)] for own in self._placed.headers]
         # What was turned away by the router is of a server that got nothing else.
         self._refused = self._make(header)
+        # Of split phases: where a request is prefilled, and its job there once that is done.
+        self._prefills: dict[int | str, Recorded] = {}
+        self._prefilled: dict[int | str, Job] = {}
 
     def _make(self, header: events.Header) -> Recorded:
         return Recorded(self._reader, header, self._slo, self.log)
@@ -410,13 +421,35 @@ class RecordedLives:
             if event.event == "FAIL":
                 self._lives[number].append(self._make(self._placed.headers[number]))
                 return
+            life = self._lives[number][-1]
+            if event.event == "FINISH" and self._hands_over(life, event):  # type: ignore[arg-type]
+                return
+            if getattr(event, "leg", None) == "prefill":
+                self._prefills[event.request] = life  # type: ignore[attr-defined]
             # It came when it came to the cluster, not to the replica.
-            self._lives[number][-1].take(
-                request if event.event == "ROUTE" and request else line
-            )
+            life.take(request if event.event == "ROUTE" and request else line)
         elif event.event == "REJECT" and request:
             self._refused.take(request)
             self._refused.take(event)
+
+    def _hands_over(self, life: Recorded, event: events.Finish) -> bool:
+        """Return True if the request that ends there goes on elsewhere.
+
+        Where it goes on it is the request that was prefilled.
+        """
+        name = event.request
+        if self._prefills.get(name) is life:
+            del self._prefills[name]
+            self._prefilled[name] = life.hand_over(name)
+            return True
+        job, before = life.job(name), self._prefilled.pop(name, None)
+        if job is not None and before is not None:
+            job.admitted, job.first_token = before.admitted, before.first_token
+            job.hit, job.loaded = before.hit, before.loaded
+            job.pauses += before.pauses
+            job.recomputes += before.recomputes
+            job.swaps += before.swaps
+        return False
 
 
 Told = Mapping[int | str, Sequence[Key]]
@@ -562,6 +595,7 @@ def whatif(
     view: str | None = None,
     fail: FailureChoices | None = None,
     autoscale: str | None = None,
+    disaggregate: str | None = None,
     price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
@@ -596,6 +630,7 @@ def whatif(
         view: what the router knows of their caches.
         fail: replicas that fail; `"none"`: none does.
         autoscale: the planner that starts and stops replicas; `"none"`: all are up.
+        disaggregate: the pools of split phases; `"none"`: every replica does both.
         price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: where names are looked up; None: what is installed.
         progress: is given the bytes of the trace that are checked, and then the requests that
@@ -616,6 +651,7 @@ def whatif(
     changes_asked |= {"slo": slo, "rate_scale": rate_scale}
     routing: dict[str, Any] = {"router": router, "replicas": replicas, "view": view}
     routing |= {"fail": () if fail in NO_FAILURES else fail, "autoscale": autoscale}
+    routing |= {"disaggregate": disaggregate}
     workload = TraceWorkload(file)
     header = workload.header
     parts = _parts(workload, header, changes_asked, routing, plugins)

@@ -68,6 +68,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 @what_if("view")
 @what_if("fail", "Replica that fails, such as replica=3,at=600,for=120, or `none`.")
 @what_if("autoscale", "Planner that starts and stops servers, or `none`.")
+@what_if("disaggregate", "Servers that prefill and that decode, or `none`.")
 @click.option(
     "--export",
     callback=file_path,

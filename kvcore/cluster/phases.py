@@ -596,7 +596,7 @@ class PhaseCluster(Cluster):
     def _moved(self, _: Server, now: int) -> None:
         """MOVED: all K/V of a request is there; the prefill replica lets go of its blocks."""
         while self._arriving and self._arriving[0][0] <= now:
-            _, _, move = heappop(self._arriving)
+            move = heappop(self._arriving)[2]
             job, target = move.job, move.target
             if move.over or target is None or move.there is None:
                 continue

@@ -83,10 +83,15 @@ class ClusterParts(RunParts):
         return groups
 
     @property
+    def _split_anew(self) -> bool:
+        """Whether the pools of split phases say how many replicas there are."""
+        return False
+
+    @property
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
         """The numbers of replicas that are alike, and options of their own, as asked for."""
         given = self.config.replicas
-        if given == 1 and self.split is not None:
+        if self.split is not None and (given == 1 or self._split_anew):
             given = self.split.replicas
         if isinstance(given, int):
             return [(given, {})]

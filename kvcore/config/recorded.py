@@ -95,13 +95,6 @@ def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict
     if router is None or not {"view", "fail"} <= routing.keys():
         msg = f"{file}: the header says nothing of the routing, so it cannot be made again"
         raise InputError(msg)
-    others = routing.keys() - {"view", "fail", "autoscale", "up"}
-    if others:
-        msg = (
-            f"{file}: the header has the routing of split phases ({min(others)}), which cannot "
-            "be run again: `kvcore simulate trace:FILE --disaggregate` serves its requests"
-        )
-        raise InputError(msg)
     tables = [
         {"count": count, **(_of_server(file, own, plugins) if own != alone else {})}
         for alone in [next(own for _, own in replica_groups(header))]
@@ -114,6 +107,7 @@ def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict
         "view": routing["view"],
         "fail": routing["fail"],
         "autoscale": planner and str(Spec(planner["name"], _texts(planner["options"]))),
+        "disaggregate": routing.get("disaggregate"),
     }
 
 

@@ -11,7 +11,7 @@ from kvcore.config.recorded import RecordedParts, replica_groups
 from kvcore.plugins import Plugin, describe
 from kvcore.trace.fields import plain
 
-ROUTED = ("replicas", "router", "view", "fail", "autoscale")
+ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
 """Options that only a cluster has."""
 
 
@@ -40,24 +40,30 @@ class RecordedCluster(RecordedParts, ClusterParts):
         planner = self.planner()
         scaled = {} if planner is None else {"autoscale": plain(describe(planner))}
         replicas = self.recorded()["replicas"]
-        if "replicas" in self._changed:
-            replicas = self.config.replicas
+        if "replicas" in self._changed or self._split_anew:
+            replicas = self.config.replicas if self.split is None else len(self.members)
         return super().rerun(plugins) | {
             "replicas": plain(replicas),
             "view": self.config.view,
             "fail": [str(each) for each in self.failures],
             **scaled,
+            **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
 
     def header(self) -> dict[str, Any]:
         """Return what the new header has besides what its replicas and its router say."""
         return {name: self._header[name] for name in ("mode", "workload", "seed")}
 
+    @property
+    def _split_anew(self) -> bool:
+        """Whether other pools are asked for, of which the text says how large they are."""
+        return self.split is not None and "disaggregate" in self._changed
+
     def _grouped(self) -> list[tuple[int, RunParts]]:
         recorded = replica_groups(self._header)
         same = {name: each for name, each in self._changes.items() if name not in ROUTED}
         groups = [(count, own, same) for count, own in recorded]
-        if "replicas" in self._changed:
+        if "replicas" in self._changed or self._split_anew:
             groups = [(count, recorded[0][1], same | own) for count, own in self.tables]
         return [
             (count, RecordedParts(self._file, header, self.workload, changes, self.plugins))

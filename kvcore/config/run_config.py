@@ -399,7 +399,10 @@ def read_option(name: str, value: Any) -> Any:
     Raises:
         InputError: a value that the option cannot have; begins with the option's name.
     """
-    if name in ("retention", "drafter", "autoscale") and value in ("none", Spec("none")):
+    if name in ("retention", "drafter", "autoscale", "disaggregate") and value in (
+        "none",
+        Spec("none"),
+    ):
         return None
     choices = option_choices(name)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -275,5 +276,6 @@ def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
 
 
 def warn(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    sys.stderr.write(f"kvcore: {sentence}\n")
+    """Print a sentence on stderr, unless nobody reads it any more."""
+    with suppress(OSError):
+        sys.stderr.write(f"kvcore: {sentence}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MOST_HEADERS, LONGEST_HEADER = 64, 8_190
+MOST_STOPS = 4
 OUTPUT = 16
 """Tokens of an answer whose client does not say how many."""
 
@@ -88,6 +89,7 @@ class Call:
         tokens: of the prompt.
         output: tokens that are wanted at most.
         stream, counted: whether the answer is streamed, and with its usage at the end.
+        stop: texts that end the answer.
         salt: text that keeps equal prompts apart (`cache_salt`, as vLLM calls it).
     """
 
@@ -96,30 +98,58 @@ class Call:
     output: int
     stream: bool
     counted: bool
+    stop: tuple[str, ...]
     salt: str | None
 
 
 class Text:
-    """The text of tokens as they come: no character is cut in two.
+    """The text of tokens as they come: no character is cut in two, and no stop text.
 
     Each part is decoded with the one before it, since a token may begin with what only that
-    tells; characters that are not whole yet are kept back.
+    tells. Characters that are not whole yet are kept back, and what a stop text may begin with.
+
+    Args:
+        decode: returns the text of tokens.
+        stop: texts that end it, and are not part of it.
+        eos: tokens that end it, likewise.
+
+    Attributes:
+        stopped: whether one of them has come.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: tuple[str, ...] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
+        self._decode, self._stop, self._eos = decode, stop, eos
         self._ids: list[int] = []
         self._begin = self._told = 0
+        self._held = ""
+        self.stopped = False
 
-    def add(self, ids: list[int], *, last: bool = False) -> str:
+    def add(self, ids: Sequence[int], *, last: bool = False) -> str:
         """Return the text that `ids` add."""
-        self._ids += ids
+        shown = [token for token in ids if token not in self._eos]
+        self.stopped = len(shown) < len(ids)
+        last |= self.stopped
+        self._ids += shown
         before = self._decode(self._ids[self._begin : self._told])
         whole = self._decode(self._ids[self._begin :])
-        if not last and whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._begin, self._told = self._told, len(self._ids)
-        return whole[len(before) :]
+        if last or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._begin, self._told = self._told, len(self._ids)
+            self._held += whole[len(before) :]
+        held = self._held
+        ends = [held.index(text) for text in self._stop if text in held]
+        if ends:
+            self.stopped = True
+            return held[: min(ends)]
+        sizes = range(1, 0 if last else max(map(len, self._stop), default=0))
+        begun = (n for n in sizes if any(text.startswith(held[-n:]) for text in self._stop))
+        end = len(held) - min(max(begun, default=0), len(held))
+        self._held = held[end:]
+        return held[:end]
 
 
 class Server:
@@ -392,7 +422,13 @@ class Server:
         salt = document.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise ApiError(400, "cache_salt must be a text that is not empty", "cache_salt")
-        return Call(chat, tokens, output, document.get("stream") is True, counted, salt)
+        stop = document.get("stop") or ()
+        stop = (stop,) if isinstance(stop, str) else tuple(stop) if type(stop) is list else stop
+        texts = type(stop) is tuple and all(isinstance(each, str) and each for each in stop)
+        if not texts or len(stop) > MOST_STOPS:
+            raise ApiError(400, f"stop must be a text, or up to {MOST_STOPS} of them", "stop")
+        stream = document.get("stream") is True
+        return Call(chat, tokens, output, stream, counted, stop, salt)
 
     def _refuse_unsupported(self, document: dict[str, Any]) -> None:
         """Raise ApiError for what this server does not do."""
@@ -404,7 +440,7 @@ class Server:
         if temperature is not None and temperature != own:
             msg = f"temperature is {own} for all requests: leave it out, or restart the server"
             raise ApiError(400, msg, "temperature")
-        for name in ("stop", "logprobs", "tools", "response_format", "suffix", "echo"):
+        for name in ("logprobs", "tools", "response_format", "suffix", "echo"):
             if document.get(name):
                 raise ApiError(400, f"{name} is not supported", name)
 
@@ -458,24 +494,27 @@ class Server:
                 self.engine.cancel(number)
 
     async def _whole(
-        self, number: int, call: Call, parts: AsyncIterator[Tokens]
+        self, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
     ) -> web.Response:
         """Answer with the whole text."""
-        ids: list[int] = []
-        hit = 0
+        made, text = self._text(call), ""
+        count = hit = 0
         async for part in parts:
-            ids += part.ids
-            hit = max(hit, part.hit)
             _check(part)
-        text = self._generator.decode(ids)
-        reason = "length" if len(ids) >= call.output else "stop"
+            count += len(part.ids)
+            hit = max(hit, part.hit)
+            text += made.add(part.ids, last=part.end is not None)
+            if made.stopped:
+                break
+        await parts.aclose()
+        reason = "stop" if made.stopped else "length"
         content = (
             {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
         )
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         answer = self._head(number, call, chunk=False) | {
             "choices": [choice],
-            "usage": _usage(call, len(ids), hit),
+            "usage": _usage(call, count, hit),
         }
         return self._json(answer)
 
@@ -525,7 +564,7 @@ class Server:
         if call.chat:
             opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
             yield {**head, "choices": [opening]}
-        text, count, hit = Text(self._generator.decode), 0, 0
+        text, count, hit = self._text(call), 0, 0
         while True:
             count += len(part.ids)
             hit = max(hit, part.hit)
@@ -533,15 +572,19 @@ class Server:
                 message = part.reason or f"the request was {part.end}"
                 yield {"error": {"message": message, "type": "server_error"}}
                 return
-            added = text.add(list(part.ids), last=part.end is not None)
+            added = text.add(part.ids, last=part.end is not None)
             if added:
                 yield {**head, "choices": [choice(added)]}
-            if part.end is not None:
+            if text.stopped or part.end is not None:
                 break
             part = await anext(parts)
-        yield {**head, "choices": [choice("", "length" if count >= call.output else "stop")]}
+        yield {**head, "choices": [choice("", "stop" if text.stopped else "length")]}
         if call.counted:
             yield {**head, "choices": [], "usage": _usage(call, count, hit)}
+
+    def _text(self, call: Call) -> Text:
+        generator = self._generator
+        return Text(generator.decode, call.stop, generator.eos_token_ids)
 
     def _head(self, number: int, call: Call, *, chunk: bool) -> dict[str, Any]:
         """Return what each document of an answer begins with."""

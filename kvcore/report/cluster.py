@@ -53,8 +53,8 @@ class ClusterReport(SimulationReport):
             mean = summary["replica_s"] / summary["simulated_s"]
             lines.append(
                 f"The planner started {counted(starts, 'replica')} and stopped "
-                f"{len(changes) - starts:,}: {format_number(mean)} were paid for in the mean, of "
-                f"{len(summary['replicas']):,}."
+                f"{len(changes) - starts:,}: of {len(summary['replicas']):,}, "
+                f"{format_number(mean)} were paid for in the mean."
             )
         failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
         if summary["changes"]:

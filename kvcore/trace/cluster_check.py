@@ -150,12 +150,12 @@ class ClusterChecker:
             self._refuse(event)  # type: ignore[arg-type]
         placed = self._placed.place(event)
         if placed is None:
-            if name == "REQUEST":
-                self._request(event)  # type: ignore[arg-type]
-            elif name == "TRANSFER":
-                self._transfer(event)  # type: ignore[arg-type]
-            elif name == "END":
-                self._end(event)  # type: ignore[arg-type]
+            of_none: dict[str, Any] = {
+                "REQUEST": self._request,
+                "TRANSFER": self._transfer,
+                "END": self._end,
+            }
+            of_none.get(name, _nothing)(event)
             return
         number, line = placed
         replica = self.replicas[number]
@@ -167,14 +167,10 @@ class ClusterChecker:
         if name == "ROUTE":
             self._route(event, line, replica)  # type: ignore[arg-type]
         replica.life.apply(line)
-        if name == "ROUTE" and event.leg == "decode":  # type: ignore[attr-defined]
-            replica.life.lifecycles.adopt(event.request)  # type: ignore[attr-defined]
         if name in ("FINISH", "REJECT"):
             self._finish(event.request, number, name)  # type: ignore[attr-defined]
-        elif name == "HIT":
-            moving = self._moving.get(event.request)  # type: ignore[attr-defined]
-            if moving is not None and moving.target == number:
-                moving.missing -= event.blocks  # type: ignore[attr-defined]
+        elif name in ("ROUTE", "HIT"):
+            self._arrived(event, number)
         elif name == "KEYS":
             replica.sent.update(event.keys)  # type: ignore[attr-defined]
 
@@ -226,6 +222,16 @@ class ClusterChecker:
             violated(f"{event.blocks} blocks of {size} bytes are not {event.bytes} bytes")
         if event.done < event.t:
             violated(f"K/V is there at {event.done} ns, before it moves")
+
+    def _arrived(self, event: events.Route | events.Hit | Event, number: int) -> None:
+        """Record what comes to a replica that decodes, and what it has of that."""
+        moving = self._moving.get(event.request)  # type: ignore[union-attr]
+        if moving is None or moving.target != number:
+            return
+        if event.event == "ROUTE":
+            self.replicas[number].life.lifecycles.adopt(event.request)  # type: ignore[union-attr]
+        else:
+            moving.missing -= event.blocks  # type: ignore[union-attr]
 
     def _finish(self, request: int | str, number: int, name: str) -> None:
         """Record that a request has ended at a replica, or goes on elsewhere."""
@@ -316,28 +322,31 @@ class ClusterChecker:
         if name == "RETURN":
             self._returned = event.t
             return
-        lost = [id_ for id_, at in self._at.items() if at == number]
-        for id_, moving in [*self._moving.items()]:
-            if moving.source == number:
-                del self._moving[id_]
-                target = moving.target
-                # Nothing is left of what was rejected where it was to decode.
-                if target is not None and id_ in self._at:
-                    lost += [id_] if self._at[id_] != number else []
-                    self._dropped[id_] = target
-            elif moving.target == number and id_ in lost:
-                # Its prefill replica has it still, and sends it to another.
-                lost.remove(id_)
-                self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
-        for id_, target in [*self._dropped.items()]:
-            if target == number:
-                del self._dropped[id_]
+        lost = self._lost(number)
         if self._scales and (lost or not replica.leaving):
             violated(f"replica {number} stops before it has ended all")
         replica.fail()
         for id_ in lost:
             del self._at[id_]
             self._since[id_] = event.t
+
+    def _lost(self, number: int) -> list[int | str]:
+        """Return the requests that begin again, since a replica fails."""
+        lost = [id_ for id_, at in self._at.items() if at == number]
+        for id_, moving in [*self._moving.items()]:
+            if moving.source == number:
+                del self._moving[id_]
+                # Nothing is left of what was rejected where it was to decode.
+                if moving.target is not None and id_ in self._at:
+                    if self._at[id_] != number:
+                        lost.append(id_)
+                    self._dropped[id_] = moving.target
+            elif moving.target == number and id_ in lost:
+                # Its prefill replica has it still, and sends it to another.
+                lost.remove(id_)
+                self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
+        self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
+        return lost
 
     def _end(self, event: events.End) -> None:
         for replica in self.replicas:
@@ -347,6 +356,10 @@ class ClusterChecker:
             violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
         if self._failures:
             violated(f"failures of HEADER that are not there: {len(self._failures)}")
+
+
+def _nothing(event: object) -> None:
+    """Do nothing about an event that has been checked."""
 
 
 def _schedule(failures: Any) -> list[tuple[int, bool, int]]:

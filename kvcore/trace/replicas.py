@@ -102,17 +102,20 @@ class Replicas:
         elif name == "FAIL":
             self.up[replica] = False
         elif name == "ROUTE":
-            id_ = event.request  # type: ignore[attr-defined]
-            request = self.requests.get(id_)
-            if request is None:
-                violated(f"request {id_!r} does not wait to be routed")
-            legs = event.leg  # type: ignore[attr-defined]
-            placed = replace(request, n=event.n, t=event.t, replica=replica)
-            if legs == "prefill":
-                self.prefills[id_] = replica
-                return replica, replace(placed, output=1, output_keys=UNSET)
-            return replica, placed
+            return replica, self._routed(event, replica)  # type: ignore[arg-type]
         return replica, event
+
+    def _routed(self, event: events.Route, replica: int) -> events.Request:
+        """Return the REQUEST that ROUTE is for a replica."""
+        id_ = event.request
+        request = self.requests.get(id_)
+        if request is None:
+            violated(f"request {id_!r} does not wait to be routed")
+        placed = replace(request, n=event.n, t=event.t, replica=replica)
+        if event.leg == "prefill":
+            self.prefills[id_] = replica
+            return replace(placed, output=1, output_keys=UNSET)
+        return placed
 
 
 CHANGES = ("FAIL", "RETURN", "LEAVE")

@@ -24,7 +24,8 @@ def table(first):
 def test_hits_by_number_of_replicas():
     """Of each router, and of one cache of all their memory."""
     shown = table("share of prompt tokens that hit")
-    (command,) = re.findall(r"^    kvcore routers --replicas (\d+,\S+) (.*)$", PAGE, re.MULTILINE)
+    pattern = r"^    kvcore routers --replicas (\d+,\S+) (.*)$"
+    (command,) = re.findall(pattern, PAGE, re.MULTILINE)
     replicas = [int(number) for number in command[0].split(",")]
     words = command[1].split()
     given = dict(zip(words[::2], words[1::2], strict=True))

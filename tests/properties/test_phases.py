@@ -1,4 +1,4 @@
-"""Split phases with random requests and pools: nothing is lost, and all that is missing moves."""
+"""Split phases, random requests and pools: nothing is lost, and all that is missing moves."""
 
 from collections import Counter
 from tempfile import NamedTemporaryFile
@@ -56,11 +56,19 @@ def requests_of(drawn):
 
 
 @settings(max_examples=60, deadline=None)
-@given(REQUESTS, SPLITS, st.integers(6, 12), st.sampled_from([1, 4]), st.booleans())
-def test_each_request_is_served_once(drawn, split, blocks, seats, chunked):
+@given(
+    REQUESTS,
+    SPLITS,
+    st.integers(6, 12),
+    st.sampled_from([1, 4]),
+    st.booleans(),
+    st.sampled_from(["fcfs", "priority", "srpt"]),
+)
+def test_each_request_is_served_once(drawn, split, blocks, seats, chunked, scheduler):
     """With memory that is tight: nobody waits for ever, pools are whole, the trace is right."""
     requests = requests_of(drawn)
     options = {"blocks": blocks, "max_seqs": seats, "max_tokens": 8, "chunked": chunked}
+    options["scheduler"] = scheduler
     run = serve_cluster(requests, split=split, **options)
     result, rows = run.result, run.result.phases.transfers
     assert Counter(result.log.ids) == Counter(each.id for each in requests)

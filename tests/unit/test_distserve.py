@@ -86,10 +86,8 @@ def requests(count, rate):
 def attained(rate, prefill, decode, count=2000):
     """Return the shares within 200 ms and 100 ms, at `rate` requests/s per GPU.
 
-    Args:
-        rate: requests a second, for each GPU.
-        prefill, decode: GPUs of the replica that prefills, and of the one that decodes.
-        count: requests.
+    `prefill` and `decode` are the GPUs of the replica that prefills, and of the one that
+    decodes; `count` is the number of requests.
     """
 
     def parts(gpus):

@@ -177,6 +177,8 @@ def test_a_client_that_goes_away_is_let_go():
         (b'{"prompt": "a", "max_tokens": 0}', 400, "from 1 on"),
         (b'{"prompt": "a", "max_tokens": 100000000}', 400, "do not fit"),
         (b'{"prompt": "a", "cache_salt": 5}', 400, "cache_salt must be a text"),
+        (b'{"prompt": "a", "stop": 5}', 400, "stop must be a text"),
+        (b'{"prompt": "a", "stop": ["a", ""]}', 400, "stop must be a text"),
         (b'{"prompt": "a", "n": 2}', 400, "n can be 1 alone"),
         (b'{"prompt": "a", "temperature": 0.7}', 400, "temperature is 0.0"),
         (b'{"prompt": "a", "model": "gpt"}', 404, "there is no model 'gpt'"),
@@ -345,6 +347,41 @@ def test_no_character_is_cut():
     parts.append(text.add([], last=True))
     assert "".join(parts) == whole
     assert all("\ufffd" not in part for part in parts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_a_stop_text_ends_the_text_wherever_it_is_cut(size):
+    """What comes before the first stop text is told, and nothing of it; near ones are text."""
+    text = Text(lambda ids: bytes(ids).decode(), ("END", "\n\n"))
+    data, told = b"one\nEN two END three\n\n", []
+    for begin in range(0, len(data), size):
+        told.append(text.add(data[begin : begin + size]))
+        if text.stopped:
+            break
+    assert text.stopped
+    assert "".join(told) == "one\nEN two "
+
+
+def test_what_might_have_been_a_stop_text_is_told_at_the_end():
+    """A text that ends with the beginning of one is whole, also before its end token."""
+    for ids, last in ((b"", True), (b"\0", False)):
+        text = Text(lambda ids: bytes(ids).decode(), ("END",), frozenset({0}))
+        assert text.add(b"the EN") + text.add(ids, last=last) == "the EN"
+        assert text.stopped is not last
+
+
+def test_a_stop_text_ends_an_answer(server):
+    """Streamed or not, an answer ends before it, and nothing more is computed for it."""
+    whole = complete(server, tokens=12).split()
+    stop = f" {whole[4]} {whole[5]}"
+    expected = " ".join(whole).split(stop)[0]
+    ask_ = client(server).completions.create
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "stop": [stop]}
+    answer = ask_(**options)
+    parts = [part.choices[0] for part in ask_(**options, stream=True)]
+    assert answer.choices[0].text == "".join(part.text for part in parts) == expected
+    assert answer.choices[0].finish_reason == parts[-1].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 12
 
 
 def test_threads_are_gone_at_the_end():

@@ -27,6 +27,9 @@ RECORDED = {
     "planned": {"fail": (), "autoscale": "load:interval=0.2,start_up=0.1,cool_down=0,start=2"},
     "one": {"replicas": 1, "fail": "replica=0,at=0.3,for=0.1"},
     "faster": {"rate_scale": 2, "fail": ()},
+    "split": {"disaggregate": "prefill=2,decode=1", "fail": ()},
+    "split, mixed": {"disaggregate": "prefill=1,decode=1,mixed=1,queue=64", "fail": ()},
+    "split, failing": {"disaggregate": "prefill=2,decode=1,overlap=whole"},
 }
 
 
@@ -69,6 +72,10 @@ def test_the_recorded_run_is_that_of_its_result(tmp_path):
         ({"view": "index"}, {"view": "index"}),
         ({"autoscale": "throughput", "fail": "none"}, {"autoscale": "throughput", "fail": ()}),
         ({"eviction": "fifo", "blocks": 16}, {"eviction": "fifo", "blocks": 16}),
+        (
+            {"disaggregate": "prefill=1,decode=3", "fail": "none"},
+            {"disaggregate": "prefill=1,decode=3", "replicas": 4, "fail": ()},
+        ),
     ],
 )  # fmt: skip
 def test_with_options_it_is_a_run_with_these(tmp_path, asked, same):

@@ -340,7 +340,12 @@ class CellRun:
 
     def _cluster(self, parts: ClusterParts) -> dict[str, Any]:
         """Return all that the result depends on of several servers."""
-        alone: dict[str, Any] = {"replicas": 1, "fail": (), "autoscale": None}
+        alone: dict[str, Any] = {
+            "replicas": 1,
+            "fail": (),
+            "autoscale": None,
+            "disaggregate": None,
+        }
         configs = [(n, attrs.evolve(each.config, **alone)) for n, each in parts.groups]
         return {
             "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
@@ -348,6 +353,7 @@ class CellRun:
             "view": str(parts.view()),
             "fail": [str(each) for each in parts.failures],
             "autoscale": parts.config.autoscale,
+            **({} if parts.split is None else {"disaggregate": str(parts.split)}),
         }
 
     def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:

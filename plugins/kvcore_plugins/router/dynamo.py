@@ -61,7 +61,7 @@ class Dynamo(Router):
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the lowest cost, or one that is drawn by its cost."""
         del now
-        least = min(replica.waiting_tokens for replica in replicas)
+        least = min([replica.waiting_tokens for replica in replicas]) if self.delta else 0
         costs = [self._blocks(request, replica, least) for replica in replicas]
         if not self.temperature:
             return lowest(costs, replicas, self.seed, self.name, request.id)
@@ -80,10 +80,11 @@ class Dynamo(Router):
         return self._blocks(request, replica, replica.waiting_tokens)
 
     def _blocks(self, request: Request, replica: Replica, least: int) -> float:
-        size = replica.block_size
+        size, waiting = replica.block_size, replica.waiting_tokens
         prompt = max(request.prompt_tokens / size, 1.0)
-        decay = 1 / (1 + self.delta * (replica.waiting_tokens - least) / size / prompt)
-        credit = self.hit_weight * decay * (replica.hit_tokens // size)
-        prefill = max(0.0, replica.waiting_tokens / size + prompt - credit)
-        load = self.load_weight * replica.requests
-        return self.prefill_scale * prefill + replica.prompt_blocks + load
+        credit = self.hit_weight * (replica.hit_tokens // size)
+        if self.delta:
+            credit /= 1 + self.delta * (waiting - least) / size / prompt
+        prefill = self.prefill_scale * (waiting / size + prompt - credit)
+        held = replica.prompt_blocks + self.load_weight * replica.requests
+        return held + prefill if prefill > 0 else held
