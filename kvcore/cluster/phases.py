@@ -421,8 +421,6 @@ class PhaseCluster(Cluster):
             if move.target is server:
                 del _loop(server).incoming[request.id]
                 move.target, move.refused = None, REJECTED
-                if move.held:
-                    self._touch(move.source, now)
                 self._give_up(move, now)
             else:
                 del self._moves[request.id], _loop(server).outgoing[request.id]
@@ -512,6 +510,7 @@ class PhaseCluster(Cluster):
         """Refuse a request that no replica decodes, once its prefill has ended."""
         if move.held:
             move.over = True
+            self._touch(move.source, now)
             self._release(move, now)
             if move.refused != REJECTED:
                 self._refuse(move.request, now, move.arrival, move.refused)

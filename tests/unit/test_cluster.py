@@ -162,7 +162,7 @@ def test_a_refused_request_ends_its_turn():
 
 
 def test_what_follows_a_rejected_request_is_not_late():
-    """While a step runs, a prompt too long is rejected when it comes, and the next one comes."""
+    """A prompt too long is rejected while a step runs: the next of its session comes then."""
     session = {"session": "s"}
     requests = [
         ask(0, 0, output=3), ask(1, 5, prompt=99, **session), ask(2, 6, after=1, **session)

@@ -228,6 +228,14 @@ def test_without_a_decode_replica_requests_are_refused():
     assert list(result.log.reasons.values()) == ["all replicas that decode have failed"]
 
 
+def test_what_waits_for_blocks_of_the_refused_runs():
+    """The decode replica fails for good while K/V moves: the next prefill has room then."""
+    requests = [ask(name, prompt=12, output=2) for name in "ab"]
+    result = serve(requests, f"{SLOW},overlap=whole", blocks=4, failures=["replica=1,at=20ns"])
+    assert sorted(result.log.ids) == ["a", "b"]
+    assert set(result.log.reasons.values()) == {"all replicas that decode have failed"}
+
+
 def test_a_mixed_replica_is_borrowed_for_a_long_queue():
     """Two prompts wait at the prefill replica: a third runs whole at the mixed one."""
     requests = [ask(name, prompt=8, output=3) for name in "abc"]
