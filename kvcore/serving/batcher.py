@@ -319,10 +319,11 @@ class Batcher:
         del self.running[job]
         self.blocked_job = None
         self.changed = True
-        self.ended(job, now)
+        if self._finished is not None:
+            self._call("finished", self._finished, job, now)
 
     def ended(self, job: Job, now: int) -> None:
-        """Tell the scheduler that `job`, which ran, has ended."""
+        """Tell the scheduler that `job`, which ran, was given up."""
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 

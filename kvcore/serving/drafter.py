@@ -64,16 +64,10 @@ class Drafter(Plugin):
             index: output tokens that it has: its drafts are for this index and those after.
             most: the most tokens that may be drafted, 1 or more.
 
-        Raises:
-            InputError: the drafter drafts from tokens, which a simulation does not have;
-                unless overridden.
+        A drafter that drafts from tokens leaves it out: a simulation, which has none, refuses
+        to run with it.
         """
-        del request, index, most
-        msg = (
-            f"drafter {self.name!r} drafts from tokens, and a simulation has none: take "
-            "drafter `acceptance`, with the probabilities that `kvcore run` has measured"
-        )
-        raise InputError(msg)
+        raise NotImplementedError
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the picoseconds that drafting takes in a step: 0 unless overridden.

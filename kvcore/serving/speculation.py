@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
+from kvcore.plugins import find_override
 from kvcore.request import Key
 from kvcore.serving.drafter import Drafter, DraftStats
 from kvcore.serving.latency import (
@@ -51,6 +52,12 @@ class SpeculativeSimulator(SimulatedExecutor):
 
     def __init__(self, latency: LatencyModel, drafter: Drafter) -> None:
         super().__init__(latency)
+        if find_override(drafter, "accepted") is None:
+            msg = (
+                f"drafter {drafter.name!r} drafts from tokens, and a simulation has none: take "
+                "drafter `acceptance`, with the probabilities that `kvcore run` has measured"
+            )
+            raise InputError(msg)
         drafter.bind()
         drafter.attach(latency)
         self.drafter = drafter

@@ -90,12 +90,14 @@ class Moving:
         source, target: the replicas; None: not known yet.
         blocks: blocks of it that were moved.
         missing: blocks of its prompt that the target had not.
+        due: when the source may let go, ns: it is prefilled, room is made, K/V is there.
     """
 
     source: int
     target: int | None = None
     blocks: int = 0
     missing: int = 0
+    due: int = 0
 
 
 class ClusterChecker:
@@ -134,6 +136,7 @@ class ClusterChecker:
         self._failures = None
         if "fail" in routing and not self._scales:
             self._failures = _schedule(routing["fail"])
+        self._pools = _pools(routing["disaggregate"]) if "disaggregate" in routing else None
         eviction = header.plugins.get("eviction")
         self._exact = routing.get("view") == "exact" and not (
             eviction is None or expires(eviction.name)
@@ -168,8 +171,8 @@ class ClusterChecker:
             self._route(event, line, replica)  # type: ignore[arg-type]
         replica.life.apply(line)
         if name in ("FINISH", "REJECT"):
-            self._finish(event.request, number, name)  # type: ignore[attr-defined]
-        elif name in ("ROUTE", "HIT"):
+            self._finish(event, number)  # type: ignore[arg-type]
+        elif name in ("ROUTE", "HIT", "MISS", "FIRST_TOKEN"):
             self._arrived(event, number)
         elif name == "KEYS":
             replica.sent.update(event.keys)  # type: ignore[attr-defined]
@@ -222,20 +225,24 @@ class ClusterChecker:
             violated(f"{event.blocks} blocks of {size} bytes are not {event.bytes} bytes")
         if event.done < event.t:
             violated(f"K/V is there at {event.done} ns, before it moves")
+        moving.due = max(moving.due, event.done)
 
-    def _arrived(self, event: events.Route | events.Hit | Event, number: int) -> None:
-        """Record what comes to a replica that decodes, and what it has of that."""
-        moving = self._moving.get(event.request)  # type: ignore[union-attr]
-        if moving is None or moving.target != number:
+    def _arrived(self, event: Any, number: int) -> None:
+        """Record how far a request is on its way from one replica to another."""
+        moving = self._moving.get(event.request)
+        if moving is None or number not in (moving.source, moving.target):
             return
-        if event.event == "ROUTE":
-            self.replicas[number].life.lifecycles.adopt(event.request)  # type: ignore[union-attr]
-        else:
-            moving.missing -= event.blocks  # type: ignore[union-attr]
+        if event.event == "FIRST_TOKEN" or number == moving.target:
+            moving.due = max(moving.due, event.t)
+        if number == moving.target:
+            if event.event == "ROUTE":
+                self.replicas[number].life.lifecycles.adopt(event.request)
+            elif event.event == "HIT":
+                moving.missing -= event.blocks
 
-    def _finish(self, request: int | str, number: int, name: str) -> None:
+    def _finish(self, event: events.Finish | events.Reject, number: int) -> None:
         """Record that a request has ended at a replica, or goes on elsewhere."""
-        moving = self._moving.get(request)
+        request, moving = event.request, self._moving.get(event.request)
         if moving is not None and moving.source == number:
             at = self._at.get(request)
             if at not in (number, None) and moving.blocks != moving.missing:
@@ -243,8 +250,10 @@ class ClusterChecker:
                     f"{moving.blocks} blocks of request {request!r} are moved, "
                     f"{moving.missing} were missing"
                 )
+            if at not in (number, None) and event.t != moving.due:
+                violated(f"request {request!r} goes on at {moving.due} ns")
             del self._moving[request]
-            if name == "FINISH":
+            if event.event == "FINISH":
                 self._handed += 1
                 self.replicas[number].handed.add(request)
                 if at == number:
@@ -261,12 +270,16 @@ class ClusterChecker:
     def _route(
         self, event: events.Route, request: events.Request, replica: CheckedReplica
     ) -> None:
+        self._must_be_in_pool(event, request)
         if event.leg == "decode":
             moving = self._moving.get(event.request)
             if moving is None or moving.target is not None:
                 violated(f"request {event.request!r} is not being prefilled elsewhere")
             assert moving is not None
+            if replica.leaving:
+                violated(f"replica {event.replica} leaves: it is sent no more requests")
             moving.target = event.replica  # type: ignore[assignment]
+            self._must_be_thought(event.tokens or 0, request, replica)
             moving.missing = -(-request.prompt // self._header.block_size)
             self._at[event.request] = event.replica  # type: ignore[assignment]
             replica.routed += 1
@@ -290,6 +303,20 @@ class ClusterChecker:
         self._must_be_thought(event.tokens or 0, request, replica)
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())
+
+    def _must_be_in_pool(self, event: events.Route, request: events.Request) -> None:
+        """Check that a replica is one that does what it is sent a request for."""
+        leg = event.leg if isinstance(event.leg, str) else ""
+        if self._pools is None:
+            fits = not leg
+        else:
+            prefill, decode = self._pools
+            mixed, prefills = event.replica >= prefill + decode, event.replica < prefill  # type: ignore[operator]
+            fits = {"prefill": prefills, "decode": not prefills}.get(
+                leg, mixed or (prefills and request.output <= 1)
+            )
+        if not fits:
+            violated(f"replica {event.replica} is not in a pool for {leg or 'whole requests'}")
 
     def _must_be_thought(
         self, tokens: int, request: events.Request, replica: CheckedReplica
@@ -354,6 +381,9 @@ class ClusterChecker:
         left = [*self._since, *self._at]
         if left:
             violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
+        stuck = [n for n, replica in enumerate(self.replicas) if replica.leaving]
+        if stuck:
+            violated(f"replica {stuck[0]} has ended all, and does not stop")
         if self._failures:
             violated(f"failures of HEADER that are not there: {len(self._failures)}")
 
@@ -379,6 +409,19 @@ def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
     except (AttributeError, InputError, LookupError, TypeError, ValueError):
         violated(f"HEADER has failures that cannot be: {failures!r:.80}")
     return sorted(found, reverse=True)
+
+
+def _pools(text: Any) -> tuple[int, int]:
+    """Return how many replicas prefill, and how many decode.
+
+    Raises:
+        ViolationError: HEADER has what are no pools.
+    """
+    try:
+        given = dict(piece.split("=") for piece in text.split(","))
+        return int(given["prefill"]), int(given["decode"])
+    except (AttributeError, LookupError, ValueError):
+        violated(f"HEADER has pools that cannot be: {text!r:.80}")
 
 
 def _sums(tables: Any) -> dict[str, int]:

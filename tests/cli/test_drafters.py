@@ -110,6 +110,7 @@ def test_sweep(tmp_path):
     ("words", "told"),
     [
         (("simulate", SMALL, "--drafter", "prompt-lookup"), "a simulation has none"),
+        (("simulate", SMALL, "--drafter", "medusa"), "a simulation has none"),
         (("simulate", SMALL, "--drafter", "lookup"), "no drafter plugin is named"),
         (("simulate", SMALL, "--drafter", DRAFTS, "--retention", "window"), "rolled back"),
         (("simulate", SMALL, "--drafter", DRAFTS, "--allocation", "contiguous"), "one token"),

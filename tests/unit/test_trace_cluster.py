@@ -197,6 +197,37 @@ class TestForgeries:
         assert forge([*before, line | {"request": "nobody"}, *after])
         assert forge([*before, line | {"replica": 0}, *after])
 
+    def test_no_line_of_split_phases_can_be_another(self, tmp_path, forge):
+        """Legs, pools, what is thought cached, when K/V is there: all follow from the rest."""
+        split = {"replicas": 1, "disaggregate": "prefill=1,decode=2,overlap=whole"}
+        events = lines(record_cluster(tmp_path / "trace.jsonl", fail=(), **split))
+        routes, moves = places(events, "ROUTE"), places(events, "TRANSFER")
+        decode = next(n for n in routes if events[n]["leg"] == "decode")
+        prefill = next(n for n in routes if events[n]["leg"] == "prefill")
+        done = events[moves[0]]["done"]
+        for n, change, reason in (
+            (decode, {"tokens": 1 << 20}, "were ever sent"),
+            (decode, {"replica": 0}, "not in a pool for decode"),
+            (prefill, {"replica": 1}, "not in a pool for prefill"),
+            (moves[0], {"done": done + 1}, f"goes on at {done + 1} ns"),
+            (moves[0], {"done": done - 1}, f"goes on at {done - 1} ns"),
+            (
+                0,
+                {"routing": events[0]["routing"] | {"disaggregate": 7}},
+                "pools that cannot be",
+            ),
+        ):
+            assert reason in forge([*events[:n], events[n] | change, *events[n + 1 :]])
+
+    def test_what_leaves_stops(self, tmp_path, forge):
+        """A replica that is sent no more requests stops when it has ended all."""
+        trace = record_cluster(tmp_path / "trace.jsonl", fail=(), autoscale=SCALED)
+        events = lines(trace)
+        stops = places(events, "FAIL")
+        assert stops
+        kept = [line for n, line in enumerate(events) if n != stops[-1]]
+        assert "does not stop" in forge(kept)
+
     @pytest.mark.parametrize(
         "change",
         [
