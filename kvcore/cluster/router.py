@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isnan
 from typing import Any, ClassVar
 
 import attrs
@@ -117,12 +118,14 @@ class Router(Plugin):
             now: the time, ns.
         """
         del now
+        costs = [self.cost(request, each) for each in replicas]
+        # A sum is not a number where a cost is none; or where infinite ones cancel.
+        if isnan(sum(costs)) and any(map(isnan, costs)):
+            raise wrong_answer(self, f"cost() of request {request.id!r}", "nan: give a number")
         return min(
-            replicas,
-            key=lambda each: (
-                self.cost(request, each), each.requests, each.routed, each.number
-            ),
-        )  # fmt: skip
+            zip(costs, replicas, strict=True),
+            key=lambda pair: (pair[0], pair[1].requests, pair[1].routed, pair[1].number),
+        )[1]
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
         """Called when `request` was sent to `replica`, whose counts have it already."""
@@ -181,7 +184,7 @@ class Dispatcher:
     def __init__(self, router: Router, replicas: Sequence[Replica], view: PrefixView) -> None:
         router.bind()
         self.router, self.replicas, self.view = router, replicas, view
-        self.up: list[Replica] = []
+        self.up: tuple[Replica, ...] = ()
         # One for all replicas: what each is thought to have of the prompt that is routed.
         self._hits: dict[int, int] = {}
         for replica in replicas:
@@ -206,7 +209,7 @@ class Dispatcher:
         """
         router, up = self.router, self.up
         if tried:
-            up = [each for each in up if each.number not in tried]
+            up = tuple(each for each in up if each.number not in tried)
         if not up:
             return None
         if self._uses_hits:
@@ -218,7 +221,8 @@ class Dispatcher:
             raise_policy_error(router, "route", error)
         if chosen is None:
             return None
-        if not isinstance(chosen, Replica) or not chosen.up:
+        ours = isinstance(chosen, Replica) and chosen._hits is self._hits  # noqa: SLF001 - as above
+        if not ours or not chosen.up:
             why = f"{chosen!r:.80}, which is none of the replicas that are up"
             raise wrong_answer(router, f"route() of request {request.id!r}", why)
         tokens = request.prompt_tokens
@@ -261,13 +265,13 @@ class Dispatcher:
     def joined(self, replica: Replica, now: int) -> None:
         """Add a replica to those that are up."""
         replica.up = True
-        self.up = [each for each in self.replicas if each.up]
+        self.up = tuple(each for each in self.replicas if each.up)
         self._call("on_joined", self.router.on_joined, replica, now)
 
     def left(self, replica: Replica, now: int) -> None:
         """Remove a replica from those that are up: its K/V is lost."""
         replica.up = False
-        self.up = [each for each in self.replicas if each.up]
+        self.up = tuple(each for each in self.replicas if each.up)
         self.view.lost(replica.number, now)
         self._call("on_left", self.router.on_left, replica, now)
 

@@ -1,6 +1,7 @@
 """Clusters: failures, routers that err, the order of simultaneous events, views in text."""
 
 from functools import partial
+from math import nan
 from typing import ClassVar
 
 import attrs
@@ -9,7 +10,7 @@ from helpers.clusters import Longest, Lot, serve_cluster
 from helpers.serving import BLOCK, ask
 
 from kvcore import SLO, InputError, PolicyError, Router, Scheduler
-from kvcore.cluster import Failure, parse_view
+from kvcore.cluster import Failure, Replica, parse_view
 from kvcore.cluster.views import ExactView, SentIndex
 from kvcore.serving import StepPlan
 from kvcore.units import NS_PER_S
@@ -195,7 +196,37 @@ def test_a_router_that_raises():
         serve_cluster([ask(0)], router=Answers(fails))
 
 
-@pytest.mark.parametrize("answer", [0, "replica 0", object()])
+@pytest.mark.parametrize(
+    ("cost", "why"),
+    [
+        (nan, "answered cost.. of request 0 with nan: give a number"),
+        (None, "raised TypeError in route"),
+        ("cheap", "raised TypeError in route"),
+    ],
+)
+def test_a_cost_that_is_no_number(cost, why):
+    """It would make the order of replicas one of chance."""
+
+    class Costs(Router):
+        """Finds all replicas as dear."""
+
+        name: ClassVar[str] = "costs"
+
+        def cost(self, request, replica):
+            """Return no number."""
+            return cost
+
+    with pytest.raises(PolicyError, match=why):
+        serve_cluster([ask(0)], router=Costs())
+
+
+def test_a_router_cannot_take_replicas_out():
+    """The replicas that it is given are not its to change."""
+    with pytest.raises(PolicyError, match="no attribute 'pop'"):
+        serve_cluster([ask(0)], router=Answers(lambda _, replicas, __: replicas.pop()))
+
+
+@pytest.mark.parametrize("answer", [0, "replica 0", object(), Replica(0, 9, BLOCK, 1, up=True)])
 def test_a_router_that_answers_rubbish(answer):
     """Only a replica will do, or None."""
     with pytest.raises(PolicyError, match="none of the replicas that are up"):
