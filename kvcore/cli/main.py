@@ -174,6 +174,8 @@ def main() -> NoReturn:
     """
     _prepare_streams()
     warnings.showwarning = _tell  # type: ignore[assignment]
+    # What torch says on import where there is no numpy, of which kvcore needs nothing.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     for verb in VERBS.keys() & sys.argv[1:2]:
         import_module(VERBS[verb])
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
