@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.cache import KVCache
+from kvcore.errors import PolicyError
 from kvcore.plugins.base import (
     FAILURES,
     Plugin,
@@ -222,8 +223,8 @@ class Dispatcher:
         if chosen is None:
             return None
         ours = isinstance(chosen, Replica) and chosen._hits is self._hits  # noqa: SLF001 - as above
-        if not ours or not chosen.up:
-            why = f"{chosen!r:.80}, which is none of the replicas that are up"
+        if not ours or not chosen.up or chosen.number in tried:
+            why = f"{chosen!r:.80}, which is none of the replicas that it was given"
             raise wrong_answer(router, f"route() of request {request.id!r}", why)
         tokens = request.prompt_tokens
         missing = max(tokens - chosen.hit_tokens, 0)
@@ -237,7 +238,12 @@ class Dispatcher:
         if self._uses_hits:
             self.view.sent(request, chosen.number, now)
         if self._on_routed is not None:
-            self._call("on_routed", self._on_routed, request, chosen, now)
+            try:
+                self._call("on_routed", self._on_routed, request, chosen, now)
+            except PolicyError:
+                self._uncount(request, chosen)
+                chosen.routed -= 1
+                raise
         return chosen
 
     def first_token(self, request: Request, replica: Replica, now: int) -> None:
@@ -252,13 +258,7 @@ class Dispatcher:
 
     def ended(self, request: Request, replica: Replica, now: int) -> None:
         """Count a request that has ended: finished, refused, or lost with its replica."""
-        missing, tokens = self._sent.pop(request.id), request.prompt_tokens
-        if missing >= 0:
-            replica.waiting -= 1
-            replica.waiting_tokens -= missing
-        replica.requests -= 1
-        replica.prompt_tokens -= tokens
-        replica.prompt_blocks -= -(-tokens // replica.block_size)
+        self._uncount(request, replica)
         if self._on_ended is not None:
             self._call("on_ended", self._on_ended, request, replica, now)
 
@@ -274,6 +274,15 @@ class Dispatcher:
         self.up = tuple(each for each in self.replicas if each.up)
         self.view.lost(replica.number, now)
         self._call("on_left", self.router.on_left, replica, now)
+
+    def _uncount(self, request: Request, replica: Replica) -> None:
+        missing, tokens = self._sent.pop(request.id), request.prompt_tokens
+        if missing >= 0:
+            replica.waiting -= 1
+            replica.waiting_tokens -= missing
+        replica.requests -= 1
+        replica.prompt_tokens -= tokens
+        replica.prompt_blocks -= -(-tokens // replica.block_size)
 
     def _call(self, method: str, function: Callable[..., object], *arguments: object) -> None:
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -124,15 +124,20 @@ class Fleet:
         """Ask a server whether it is healthy, and how full."""
         try:
             async with asyncio.timeout(self._config.connect_timeout):
-                async with session.get(f"{server.options.url}/health") as answer:
+                async with session.get(
+                    f"{server.options.url}/health", allow_redirects=False
+                ) as answer:
                     healthy = answer.status == 200  # noqa: PLR2004
                 if healthy and not server.replica.up:
                     server.failures = 0
                     self._join(server)
-                async with session.get(f"{server.options.url}/metrics") as answer:
+                async with session.get(
+                    f"{server.options.url}/metrics", allow_redirects=False
+                ) as answer:
                     if healthy and answer.status == 200:  # noqa: PLR2004
                         found = _USAGE.search(await answer.content.read(MOST_METRICS))
-                        server.usage = float(found[1]) if found else 0.0
+                        usage = float(found[1]) if found else 0.0
+                        server.usage = usage if 0 <= usage <= 1 else 0.0
         except Exception:  # noqa: BLE001 - whatever a server does is its own fault
             healthy = False
         if healthy:
@@ -200,10 +205,8 @@ class Fleet:
             server = attempt.server
             server.attempts.discard(attempt)
             self.metrics.in_flight.labels(server.options.name).dec()
-            try:
+            with _told():
                 self.dispatcher.ended(attempt.flight.request, server.replica, self.now())
-            except PolicyError as error:
-                warn(str(error))
 
     async def start(self, session: ClientSession) -> None:
         """Find out which servers are up, and follow their events."""
@@ -238,7 +241,8 @@ class Fleet:
     def _join(self, server: LiveServer) -> None:
         warn(f"{server.options.name} is up")
         self.metrics.up.labels(server.options.name).set(1)
-        self.dispatcher.joined(server.replica, self.now())
+        with _told():
+            self.dispatcher.joined(server.replica, self.now())
 
     def _leave(self, server: LiveServer) -> None:
         warn(f"{server.options.name} is down")
@@ -248,7 +252,8 @@ class Fleet:
             if attempt.deadline is not None and not attempt.deadline.expired():
                 # Nothing has come of it: it is sent elsewhere at once.
                 attempt.deadline.reschedule(asyncio.get_running_loop().time())
-        self.dispatcher.left(server.replica, self.now())
+        with _told():
+            self.dispatcher.left(server.replica, self.now())
 
 
 def _router(config: RouteConfig) -> Router:
@@ -273,6 +278,15 @@ def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
     if view.blocks is None:
         view.blocks = MOST_BLOCKS
     return view
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Print the error of a router that is only told of what has happened."""
+    try:
+        yield
+    except PolicyError as error:
+        warn(str(error))
 
 
 def warn(sentence: str) -> None:

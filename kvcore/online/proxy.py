@@ -316,7 +316,9 @@ class Proxy:
             try:
                 async with asyncio.timeout(self.config.connect_timeout):
                     response = await self._session.get(
-                        f"{server.options.url}/v1/models", headers=self._headers(http)
+                        f"{server.options.url}/v1/models",
+                        headers=self._headers(http),
+                        allow_redirects=False,
                     )
                     async with response:
                         data = await self._whole(response, b"")
@@ -375,7 +377,8 @@ class Proxy:
                 self._session.post(
                     f"{server.options.url}/tokenize",
                     data=orjson.dumps(call.question),
-                    headers=self._headers(http),
+                    headers={**self._headers(http), "Content-Type": "application/json"},
+                    allow_redirects=False,
                 ) as response,
             ):
                 tokens = orjson.loads(await self._whole(response, b""))["tokens"]
@@ -383,7 +386,9 @@ class Proxy:
             return None
         except (LookupError, TypeError):
             return None
-        whole = isinstance(tokens, list) and all(type(each) is int for each in tokens)
+        if not isinstance(tokens, list):
+            return None
+        whole = all(type(each) is int and each >= 0 for each in tokens)
         return tokens if whole else None
 
     async def _serve(
@@ -446,6 +451,8 @@ class Proxy:
                 )
                 if response.status in ELSEWHERE:
                     _refuse(f"status {response.status}")
+                if response.headers.get("Content-Encoding", "identity") != "identity":
+                    _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
             attempt.deadline = None
             streams = response.status == OK and response.content_type == "text/event-stream"

@@ -145,9 +145,10 @@ class Text:
         if ends:
             self.stopped = True
             return held[: min(ends)]
-        sizes = range(1, 0 if last else max(map(len, self._stop), default=0))
+        longest = 0 if last else max(map(len, self._stop), default=0)
+        sizes = range(1, min(longest, len(held) + 1))
         begun = (n for n in sizes if any(text.startswith(held[-n:]) for text in self._stop))
-        end = len(held) - min(max(begun, default=0), len(held))
+        end = len(held) - max(begun, default=0)
         self._held = held[end:]
         return held[:end]
 
@@ -383,6 +384,9 @@ class Server:
 
     async def _document(self, http: web.Request) -> dict[str, Any]:
         """Return the body of a request, which must come in time."""
+        if http.content_type != "application/json":
+            # What a page of a browser may send anywhere is of other types.
+            raise ApiError(415, "send application/json")
         try:
             async with asyncio.timeout(self.config.client_timeout):
                 body = await http.read()

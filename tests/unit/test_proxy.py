@@ -3,6 +3,7 @@
 # ruff: noqa: ARG001 - a scene has all parts
 
 import asyncio
+import gzip
 import json
 import re
 from contextlib import suppress
@@ -27,7 +28,7 @@ from kvcore.online.proxy import EventStream
 from kvcore.online.traffic import Flight
 from kvcore.trace import TraceWorkload, read_events
 
-pytest.importorskip("aiohttp", reason="needs aiohttp")
+web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
 
 COMPLETIONS = "/v1/completions"
 
@@ -471,6 +472,153 @@ def test_above_the_limit_connections_are_closed():
         assert await raw(proxy, http_request(b"{}")) == b""
 
     play(scene, count=1, connections=1)
+
+
+class Telltale(Router):
+    """Fails whenever it is told something."""
+
+    name = "telltale"
+
+    def __init__(self, *methods):
+        self._failing = methods
+
+    def cost(self, request, replica):
+        """Return the same for all."""
+        return 0
+
+    def _told(self, method):
+        if method in self._failing:
+            raise ZeroDivisionError
+
+    def on_routed(self, request, replica, now):
+        """Raise, if told to."""
+        self._told("on_routed")
+
+    def on_first_token(self, request, replica, now):
+        """Raise, if told to."""
+        self._told("on_first_token")
+
+    def on_ended(self, request, replica, now):
+        """Raise, if told to."""
+        self._told("on_ended")
+
+    def on_joined(self, replica, now):
+        """Raise, if told to."""
+        self._told("on_joined")
+
+    def on_left(self, replica, now):
+        """Raise, if told to."""
+        self._told("on_left")
+
+
+class Stubborn(Router):
+    """Sends all requests to the first replica it has seen, tried or not."""
+
+    name = "stubborn"
+
+    def __init__(self):
+        self._first = None
+
+    def route(self, request, replicas, now):
+        """Return the first replica."""
+        self._first = self._first or replicas[0]
+        return self._first
+
+
+@pytest.mark.parametrize(
+    ("method", "status"),
+    [("on_routed", 500), ("on_first_token", 500), ("on_ended", 200), ("on_joined", 200)],
+)
+def test_a_router_that_fails_when_told_leaves_the_counts_right(method, status):
+    """No request stays in flight that has been answered."""
+
+    async def scene(proxy, servers, client):
+        assert (await ask(client))[0] == status
+        for each in proxy.fleet.dispatcher.replicas:
+            counts = (each.requests, each.waiting, each.waiting_tokens, each.prompt_tokens)
+            assert counts == (0, 0, 0, 0)
+
+    play(scene, router=Telltale(method))
+
+
+def test_a_router_that_fails_at_a_loss_does_not_end_the_watch():
+    """Servers that come back are found."""
+
+    async def scene(proxy, servers, client):
+        servers[0].healthy = False
+        await until(lambda: len(proxy.fleet.dispatcher.up) == 0)
+        servers[0].healthy = True
+        await until(lambda: len(proxy.fleet.dispatcher.up) == 1)
+        assert (await ask(client))[0] == 200
+
+    play(scene, 1, router=Telltale("on_left"), failures=1)
+
+
+def test_a_router_may_not_send_a_request_back_where_it_was_refused():
+    """A server that is busy would be asked for ever."""
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "busy"
+        assert (await ask(client))[0] == 500
+        assert len(servers[0].calls) == 1
+
+    play(scene, router=Stubborn())
+
+
+@pytest.mark.parametrize("usage", ["nan", "inf", "-1"])
+def test_a_usage_that_is_no_share_is_none(usage):
+    """What a server says of itself does not make a router fail."""
+
+    async def scene(proxy, servers, client):
+        servers[0].usage = usage
+        server = proxy.fleet.servers[0]
+        server.usage = 0.5
+        await until(lambda: server.usage != 0.5)
+        assert server.usage == 0
+
+    play(scene, 1)
+
+
+def test_a_redirect_is_not_followed():
+    """A server cannot send the proxy, and what a client has told it, to another address."""
+
+    async def scene(proxy, servers, client):
+        async def elsewhere(http):
+            to = f"{servers[1].url}{http.path}"
+            raise web.HTTPTemporaryRedirect(to)
+
+        first = servers[0]
+        await first.stop()
+        for name in ("_complete", "_models"):
+            setattr(first, name, elsewhere)
+        await first.start()
+        assert (await ask(client))[0] == 307
+        async with client.get("/v1/models", allow_redirects=False) as answer:
+            assert answer.status == 307
+
+    play(scene)
+
+
+def test_an_answer_that_is_compressed_is_not_passed_on():
+    """Its client would not know."""
+
+    async def scene(proxy, servers, client):
+        async def packed(http):
+            body = gzip.compress(b"data: [DONE]\n\n")
+            headers = {"Content-Encoding": "gzip", "Content-Type": "text/event-stream"}
+            return web.Response(body=body, headers=headers)
+
+        first = servers[0]
+        await first.stop()
+        first._complete = packed
+        await first.start()
+        status, headers, _ = await ask(client, stream=True)
+        assert (status, headers["x-kvcore-replica"]) == (
+            200,
+            proxy.fleet.servers[1].options.name,
+        )
+
+    play(scene)
 
 
 @pytest.mark.parametrize(("router", "status"), [(Failing(), 500), (Refusing(), 503)])

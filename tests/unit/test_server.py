@@ -209,13 +209,19 @@ def test_a_huge_header_is_refused(server):
     assert status == 400
 
 
+def test_a_form_of_a_browser_is_refused(server):
+    """A page of another site may send text to any address, but no JSON."""
+    body = b'{"prompt": "a"}'
+    assert ask(server, "/v1/completions", body, {"Content-Type": "text/plain"})[0] == 415
+
+
 def test_a_slow_client_is_not_waited_for():
     """A body that does not come in time ends the request."""
     with serving(ServeConfig(port=0, client_timeout=0.2)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as slow:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
-            slow.sendall(head.encode())
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+            slow.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
             assert b"408" in slow.recv(4096)
 
 
@@ -360,6 +366,22 @@ def test_a_stop_text_ends_the_text_wherever_it_is_cut(size):
             break
     assert text.stopped
     assert "".join(told) == "one\nEN two "
+
+
+def test_a_long_stop_text_costs_no_more_than_what_is_held_back():
+    """A stop text as long as a body may be does not make each token slow."""
+
+    class Long(str):
+        __slots__ = ()
+        tried = 0
+
+        def startswith(self, *given):
+            Long.tried += 1
+            return super().startswith(*given)
+
+    text = Text(lambda ids: "a" * len(ids), (Long("x" * 10_000),))
+    assert text.add([1]) == "a"
+    assert Long.tried == 1
 
 
 def test_what_might_have_been_a_stop_text_is_told_at_the_end():
