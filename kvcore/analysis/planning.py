@@ -328,8 +328,12 @@ class _Planner:
         """Return the options that all fleets have in common, as a table has them."""
         cell = next(iter(self.cells.values()))
         searched = ("tensor_parallel", "blocks", "pool_bytes")
+        # Replicas of a fleet are simulated one by one, and divide sessions by hash.
+        of_clusters = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
         row = CellRun(cell, self.known).row
-        return {name: value for name, value in row.items() if name not in searched}
+        return {
+            name: value for name, value in row.items() if name not in (*searched, *of_clusters)
+        }
 
     def _meets(self, fleet: Fleet) -> bool:
         """Return True if enough requests met their SLO."""
