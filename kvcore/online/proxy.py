@@ -214,8 +214,9 @@ class Proxy:
         await self._runner.setup()
         try:
             server = await loop.create_server(self._accept, config.host, config.port)
-        except OSError as error:
-            msg = f"port {config.port} of {config.host}: {error.strerror or error}"
+        except (OSError, OverflowError) as error:  # a port above 65535 overflows
+            why = getattr(error, "strerror", None) or error
+            msg = f"port {config.port} of {config.host}: {why}"
             raise InputError(msg) from error
         self._closed.callback(server.close)
         host, port, *_ = server.sockets[0].getsockname()

@@ -263,9 +263,10 @@ class Server:
         site = self._web.TCPSite(self._runner, config.host, config.port)
         try:
             await site.start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # a port above 65535 overflows
             await self.stop()
-            msg = f"port {config.port} of {config.host}: {error.strerror or error}"
+            why = getattr(error, "strerror", None) or error
+            msg = f"port {config.port} of {config.host}: {why}"
             raise InputError(msg) from error
         host, port, *_ = self._runner.addresses[0]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -131,6 +131,7 @@ def test_servers_of_kvcore_on_a_bad_day(tmp_path):
         (["http://a", "--view", "exact"], "for simulations"),
         (["http://a", "--view", "event"], "did you mean 'events'"),
         (["http://a", "--trace", "nowhere/day.jsonl"], "nowhere"),
+        (["http://a", "--port", "99999"], "port 99999 of 127.0.0.1"),
     ],
 )
 def test_wrong_options_are_refused(arguments, wrong):

@@ -16,6 +16,7 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]
 openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
 
+from helpers.commands import run_here
 from helpers.online import SMALL, ServerProcess, free_port, serving
 
 import kvcore
@@ -249,6 +250,14 @@ def test_models_tokens_and_metrics(server):
     connection.close()
     assert "vllm:prefix_cache_hits_total" in text
     assert 'kvcore:requests_total{model_name="tiny",end="finished"}' in text
+
+
+@pytest.mark.parametrize("port", ["65536", "99999"])
+def test_a_port_that_no_address_has_is_refused(port):
+    """In a line that names it."""
+    run = run_here("serve", "--port", port)
+    assert run.returncode == 2
+    assert f"port {port} of 127.0.0.1" in run.stderr
 
 
 def test_events_say_what_is_cached():
