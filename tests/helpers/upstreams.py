@@ -138,13 +138,15 @@ async def routed(servers=2, **options):
     defaults = {"port": 0, "health_interval": 0.05, "shutdown_timeout": 0.2}
     options = {**defaults, **options}
     replicas = options.pop("replicas", [each.url for each in upstreams])
-    proxy = Proxy(RouteConfig.of(replicas, **options))
-    await proxy.start()
     try:
-        async with aiohttp.ClientSession(proxy.url) as client:
-            yield proxy, upstreams, client
+        proxy = Proxy(RouteConfig.of(replicas, **options))
+        await proxy.start()
+        try:
+            async with aiohttp.ClientSession(proxy.url) as client:
+                yield proxy, upstreams, client
+        finally:
+            await proxy.stop()
     finally:
-        await proxy.stop()
         for each in upstreams:
             await each.stop()
 
