@@ -362,7 +362,10 @@ class TraceChecker:
         if (event.request, event.block, bool(event.again)) != (prompt.id, hit, resumed):
             violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
         if hit >= self._limits(prompt, resumed=resumed)[0]:
-            reasons = ["no keys" if prompt.unkeyed else "partial"]
+            # A prompt of less than a block has keys once it has generated the rest of one.
+            short = prompt.tokens <= self.state.layout.block_size and bool(prompt.keys)
+            unkeyed = prompt.unkeyed and not (resumed and short)
+            reasons = ["no keys" if unkeyed else "partial"]
             if resumed and hit < prompt.cacheable:
                 reasons.append("absent")
         elif self._expired_for == prompt.id:

@@ -7,7 +7,9 @@ from helpers.engine import compute, decided
 from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, ask, serve
 
+import kvcore
 from kvcore import Plugins
+from kvcore.trace import read_events, replay
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 torch.set_num_threads(1)
@@ -101,3 +103,17 @@ def test_decisions_on_torch(backend):
     )
     twin = serve(requests(), scheduler=scheduler_of("latest"), latency=Bent(), **options)
     assert decided(run.trace) == decided(twin.trace)
+
+
+@pytest.mark.parametrize("lengths", [(2, 3, 1), (3, 2, 1), (5, 3, 2)])
+def test_a_prompt_of_less_than_a_block_may_return_with_keys(tmp_path, lengths):
+    """Preempted when it has generated the rest of a block, it misses that as `partial`."""
+    texts = [
+        " ".join(f"word{number}{place}" for place in range(length))
+        for number, length in enumerate(lengths)
+    ]
+    path = tmp_path / "trace.jsonl"
+    kvcore.run(prompts=texts, max_output=9, block_size=4, blocks=4, watermark=0, trace=path)
+    missed = [event for event in read_events(path) if event.event == "MISS" and event.again]
+    assert "partial" in {event.why for event in missed}
+    assert replay(path).finished == len(texts)
