@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvcore.cli.options import (
     batching_options,
@@ -94,6 +95,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
 
         simulate_replicas(config, given, named)
         return
+    _check_alone(ctx, named)
     parts = RunParts(config, naming=named)
     out = given["out"]
     with outputs(parts, given) as (trace, write_metrics):
@@ -130,6 +132,16 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         if searching:
             print_sections("\n" + report.holding(_searched(parts, result)))
     print_notes(parts.workload)
+
+
+def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
+    """Refuse options of clusters where nobody says how many servers there are."""
+    source = ctx.get_parameter_source
+    for name in ("router", "view"):
+        alone = source("replicas") is ParameterSource.DEFAULT
+        if alone and source(name) is ParameterSource.COMMANDLINE:
+            msg = f"{named(name)}one server gets all requests: give --replicas too"
+            raise InputError(msg)
 
 
 def _searched(parts: RunParts, result: Result) -> dict[str, float | int]:

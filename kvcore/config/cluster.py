@@ -60,6 +60,12 @@ class ClusterParts(RunParts):
                 msg = f"more than {MOST_REPLICAS:,} are too many"
                 raise InputError(msg)
         self.members = [parts for count, parts in self.groups for _ in range(count)]
+        with self._about("fail"):
+            for failure in self.failures:
+                if failure.replica >= len(self.members):
+                    last = len(self.members) - 1
+                    msg = f"{failure}: replicas are numbered from 0 to {last}"
+                    raise InputError(msg)
         with self._about("disaggregate"):
             if self.split is not None and self.split.replicas != len(self.members):
                 msg = (

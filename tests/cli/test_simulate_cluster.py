@@ -167,7 +167,9 @@ def test_a_planner_is_told(run, report):
     ("options", "why"),
     [
         (["--replicas", 0], "'--replicas': 0 is out of range: it must be at least 1"),
-        (["--replicas", 2, "--fail", "replica=2,at=1"], "replicas are numbered from 0 to 1"),
+        (["--replicas", 2, "--fail", "replica=2,at=1"], "--fail: replica=2,at=1: replicas"),
+        (["--router", "dynamo"], "--router: one server gets all requests: give --replicas"),
+        (["--view", "exact"], "--view: one server gets all requests: give --replicas"),
         (["--replicas", 2, "--fail", "replica=1"], "--fail: 'replica=1': a failure needs"),
         (["--replicas", 2, "--fail", "replica=1,until=2"], "write replica=3,at=600,for=120"),
         (["--replicas", 2, "--view", "all"], "--view: 'all' is no view; there are:"),
