@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from io import BytesIO
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import orjson
 
-from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
 from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
+from kvcore.online.listener import NO_SERVER, Listener, error_body, until_told
 from kvcore.online.prompts import Call
 from kvcore.online.route_config import RouteConfig
 from kvcore.online.traffic import Flight
@@ -42,19 +40,13 @@ MOST_EVENT = 4 << 20
 LARGE = 1 << 20
 """Bytes that aiohttp wants in a file: it sends them in parts."""
 
-MOST_HEADERS = 64
-LONGEST_HEADER = 8_190
-
 IDLE_SECONDS = 3.0
 """After this a connection to a server is not used again: vLLM closes its own after five."""
-
-LINGERING_SECONDS = 2.0
-"""For the rest of a request that was answered before it was read."""
 
 GONE = 499
 """The status that metrics have for a client that went away, as nginx has it."""
 
-OK, TOO_SLOW, NOT_JSON, FAILED, NO_SERVER = 200, 408, 415, 500, 503
+OK = 200
 
 
 class UnservedError(Exception):
@@ -178,6 +170,22 @@ class Proxy:
         self._web: Any = import_extra("aiohttp.web", "a proxy", "serve")
         self.fleet = Fleet(config)
         self.url = ""
+        self._listener = Listener(
+            {
+                **{f"POST {path}": self._complete for path in PATHS},
+                "GET /v1/models": self._models,
+                "GET /health": self._health,
+                "GET /metrics": self._metrics,
+            },
+            "a proxy",
+            refuse=self._refusal,
+            host=config.host,
+            port=config.port,
+            body=config.body,
+            connections=config.connections,
+            client_timeout=config.client_timeout,
+            shutdown_timeout=config.shutdown_timeout,
+        )
         self._numbers = self._turn = self._busy = 0
         self._closing = False
         self._closed = AsyncExitStack()
@@ -209,18 +217,9 @@ class Proxy:
         self._closed.push_async_callback(self._session.close)
         self._closed.push_async_callback(self.fleet.stop)
         await self.fleet.start(self._session)
-        self._runner = self._made_runner()
-        self._closed.push_async_callback(self._runner.cleanup)
-        await self._runner.setup()
-        try:
-            server = await loop.create_server(self._accept, config.host, config.port)
-        except (OSError, OverflowError) as error:  # a port above 65535 overflows
-            why = getattr(error, "strerror", None) or error
-            msg = f"port {config.port} of {config.host}: {why}"
-            raise InputError(msg) from error
-        self._closed.callback(server.close)
-        host, port, *_ = server.sockets[0].getsockname()
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._closed.push_async_callback(self._listener.stop)
+        await self._listener.start()
+        self.url = self._listener.url
         watching = loop.create_task(self.fleet.watch(self._session))
         self._closed.callback(watching.cancel)
 
@@ -229,66 +228,10 @@ class Proxy:
         self._closing = True
         await self._closed.aclose()
 
-    def _made_runner(self) -> Any:
-        """Return what runs the handlers, within the limits."""
-        config = self.config
-
-        @self._web.middleware  # type: ignore[untyped-decorator]  # imported when needed
-        async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
-            return await self._errors(http, handler)
-
-        app = self._web.Application(client_max_size=config.body, middlewares=[errors])
-        for path in PATHS:
-            app.router.add_post(path, self._complete)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        return self._web.AppRunner(
-            app,
-            access_log=None,
-            logger=_logger(self._aiohttp.http_exceptions.HttpProcessingError),
-            handler_cancellation=True,
-            keepalive_timeout=config.client_timeout,
-            lingering_time=min(config.client_timeout, LINGERING_SECONDS),
-            max_headers=MOST_HEADERS,
-            max_line_size=LONGEST_HEADER,
-            max_field_size=LONGEST_HEADER,
-            shutdown_timeout=config.shutdown_timeout,
-        )
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        """Return what serves a connection, or closes it if there are too many."""
-        server: Any = self._runner.server
-        if len(server.connections) >= self.config.connections:
-            return _Refusal()
-        protocol: asyncio.BaseProtocol = server()
-        return protocol
-
-    async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer errors as the API does."""
-        try:
-            response: web.StreamResponse = await handler(http)
-        except self._web.HTTPException as error:
-            return self._error(error.status, error.reason)
-        except InputError as error:
-            return self._error(400, str(error))
-        except KvcoreError as error:
-            return self._error(FAILED, str(error))
-        return response
-
-    def _error(self, status: int, message: str, replica: str = "") -> web.Response:
+    def _refusal(self, status: int, message: str, param: str | None = None) -> web.Response:
         """Return an error as the API has them, which is counted."""
-        self.fleet.metrics.requests.labels(replica, str(status)).inc()
-        headers = {"Retry-After": "1"} if status == NO_SERVER else {}
-        response: web.Response = self._web.Response(
-            body=error_body(status, message),
-            status=status,
-            content_type="application/json",
-            headers=headers,
-        )
-        if status == TOO_SLOW:
-            response.force_close()
-        return response
+        self.fleet.metrics.requests.labels("", str(status)).inc()
+        return self._listener.refusal(status, message, param)
 
     async def _health(self, http: web.Request) -> web.Response:
         """Say how many servers are up; with none, or at the end, the proxy is not healthy."""
@@ -329,12 +272,12 @@ class Proxy:
                 body=data, status=response.status, headers=_back(server, response)
             )
             return answer
-        return self._error(NO_SERVER, "no server is up")
+        return self._refusal(NO_SERVER, "no server is up")
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Answer a completion, unless there are too many."""
         if self._busy >= self.config.concurrency or self._closing:
-            return self._error(NO_SERVER, "the limit of requests in flight is reached")
+            return self._refusal(NO_SERVER, "the limit of requests in flight is reached")
         self._busy += 1
         try:
             call = await self._read(http)
@@ -356,13 +299,7 @@ class Proxy:
 
     async def _read(self, http: web.Request) -> Call:
         """Return the call of a client, which must send it in time."""
-        if http.content_type != "application/json":
-            raise self._web.HTTPUnsupportedMediaType(reason="send application/json")
-        try:
-            async with asyncio.timeout(self.config.client_timeout):
-                body = await http.read()
-        except TimeoutError:
-            raise self._web.HTTPRequestTimeout(reason="the request came too slowly") from None
+        body = await self._listener.read(http, self.config.client_timeout)
         return Call.read(http.path, body)
 
     async def _tokenize(self, http: web.Request, call: Call) -> list[int] | None:
@@ -430,7 +367,7 @@ class Proxy:
                 if answer is not None:
                     answer.response.close()
         flight.refused, flight.output = "no server", call.most_output
-        return self._error(NO_SERVER, why)
+        return self._refusal(NO_SERVER, why)
 
     async def _ask(
         self, http: web.Request, call: Call, attempt: Attempt, body: bytes
@@ -576,24 +513,6 @@ class _ClientGoneError(Exception):
     """A client went away, or did not take its answer in time."""
 
 
-def _logger(malformed: type[Exception]) -> logging.Logger:
-    """Return what prints errors of the proxy, and none of malformed requests."""
-    logger = logging.Logger("kvcore.route")  # noqa: LOG001 - each proxy has its own
-    logger.addFilter(
-        lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
-    )
-    return logger
-
-
-class _Refusal(asyncio.Protocol):
-    """Ends a connection as soon as it is made."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """End it."""
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
-
-
 def _refuse(why: str, *, failure: bool = False) -> NoReturn:
     raise UnservedError(why, failure=failure)
 
@@ -602,13 +521,6 @@ def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
     """Return the headers that a client gets."""
     found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
     return {**found, "x-kvcore-replica": str(server.options.name)}
-
-
-def error_body(status: int, message: str) -> bytes:
-    """Return an error as OpenAI's API has them."""
-    kind = "server_error" if status >= FAILED else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return orjson.dumps({"error": error})
 
 
 def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
@@ -625,13 +537,10 @@ def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
 
 
 async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
-    proxy, loop, told = Proxy(config), asyncio.get_running_loop(), asyncio.Event()
+    proxy = Proxy(config)
     await proxy.start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    ready(proxy.url)
-    await told.wait()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)  # the second one ends it at once
+    with until_told() as told:
+        ready(proxy.url)
+        await told.wait()
     warn("ending; a second signal does not wait for requests in flight")
     await proxy.stop()

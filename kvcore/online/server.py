@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -17,9 +15,10 @@ import orjson
 
 from kvcore.config import EngineParts
 from kvcore.engine.executor import TensorExecutor
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
+from kvcore.online.listener import ApiError, Listener, until_told
 from kvcore.online.metrics import server_metrics
 from kvcore.online.stored import StoredBlocks
 from kvcore.request import TextRequest, text_request
@@ -30,12 +29,12 @@ from kvcore.trace import Trace
 if TYPE_CHECKING:
     from aiohttp import web
 
-MOST_HEADERS, LONGEST_HEADER = 64, 8_190
 MOST_STOPS = 4
 OUTPUT = 16
 """Tokens of an answer whose client does not say how many."""
 
-LINGERING_SECONDS = 1.0
+CONNECTIONS = 4
+"""Connections for each request that may be open; more are closed as they are made."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,19 +64,6 @@ class ServeConfig:
     kv_events: str | None = None
     kv_replay: str | None = None
     trace: Path | None = None
-
-
-class ApiError(Exception):
-    """A request that is refused.
-
-    Attributes:
-        status: of the answer.
-        param: the field that is wrong.
-    """
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
 
 
 @attrs.frozen
@@ -171,6 +157,23 @@ class Server:
 
     def __init__(self, parts: EngineParts, config: ServeConfig) -> None:
         self._web = import_extra("aiohttp.web", "a server needs aiohttp", "serve")
+        self._listener = Listener(
+            {
+                "POST /v1/chat/completions": self._complete,
+                "POST /v1/completions": self._complete,
+                "POST /tokenize": self._tokenize,
+                "GET /v1/models": self._models,
+                "GET /health": self._health,
+                "GET /metrics": self._metrics,
+            },
+            "a server needs aiohttp",
+            host=config.host,
+            port=config.port,
+            body=config.body,
+            connections=CONNECTIONS * config.requests,
+            client_timeout=config.client_timeout,
+            shutdown_timeout=config.grace,
+        )
         self.config, self._parts = config, parts
         self.url = ""
         self._closing = False
@@ -234,42 +237,12 @@ class Server:
             InputError: the address cannot be listened at.
         """
         self._loop = asyncio.get_running_loop()
-        config = self.config
-
-        async def errors(http: web.Request, handler: Any) -> web.StreamResponse:
-            return await self._errors(http, handler)
-
-        app = self._web.Application(
-            client_max_size=config.body, middlewares=[self._web.middleware(errors)]
-        )
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        self._runner = self._web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=config.client_timeout,
-            lingering_time=LINGERING_SECONDS,
-            max_headers=MOST_HEADERS,
-            max_line_size=LONGEST_HEADER,
-            max_field_size=LONGEST_HEADER,
-            shutdown_timeout=config.grace,
-        )
-        await self._runner.setup()
-        site = self._web.TCPSite(self._runner, config.host, config.port)
         try:
-            await site.start()
-        except (OSError, OverflowError) as error:  # a port above 65535 overflows
+            await self._listener.start()
+        except InputError:
             await self.stop()
-            why = getattr(error, "strerror", None) or error
-            msg = f"port {config.port} of {config.host}: {why}"
-            raise InputError(msg) from error
-        host, port, *_ = self._runner.addresses[0]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            raise
+        self.url = self._listener.url
         self.engine.start()
 
     async def stop(self) -> None:
@@ -280,7 +253,7 @@ class Server:
             AssertionError: the cache is not as it must be.
         """
         self._closing = True
-        await self._runner.cleanup()
+        await self._listener.stop()
         if self.url:
             await asyncio.to_thread(self.engine.close)
         try:
@@ -305,40 +278,13 @@ class Server:
 
     # The API.
 
-    async def _errors(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer errors as the API does."""
-        try:
-            response: web.StreamResponse = await handler(http)
-        except ApiError as error:
-            return self._error(error.status, str(error), error.param)
-        except self._web.HTTPException as error:
-            return self._error(error.status, error.reason)
-        except KvcoreError as error:
-            return self._error(400 if isinstance(error, InputError) else 500, str(error))
-        return response
-
-    def _error(self, status: int, message: str, param: str | None = None) -> web.Response:
-        kind = "server_error" if status >= 500 else "invalid_request_error"  # noqa: PLR2004
-        error = {"message": message, "type": kind, "param": param, "code": status}
-        answer: web.Response = self._json({"error": error}, status)
-        if status == 503:  # noqa: PLR2004
-            answer.headers["Retry-After"] = "1"
-        if status in (408, 413):
-            answer.force_close()
-        return answer
-
-    def _json(self, document: Mapping[str, Any], status: int = 200) -> web.Response:
-        body = orjson.dumps(document)
-        answer: web.Response = self._web.Response(
-            body=body, status=status, content_type="application/json"
-        )
-        return answer
-
     async def _health(self, http: web.Request) -> web.Response:
         """Say whether requests are served."""
         del http
         well = not self._closing and self.engine.failure is None
-        return self._json({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+        return self._listener.json(
+            {"status": "ok" if well else "unavailable"}, 200 if well else 503
+        )
 
     async def _metrics(self, http: web.Request) -> web.Response:
         """Return the metrics."""
@@ -353,7 +299,7 @@ class Server:
         """Return the one model."""
         del http
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "kvcore"}
-        return self._json({"object": "list", "data": [model]})
+        return self._listener.json({"object": "list", "data": [model]})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         """Return the token ids of a prompt, as vLLM does."""
@@ -361,7 +307,7 @@ class Server:
         tokens = self._prompt(document, chat="messages" in document)
         size = self.cache.geometry.block_size
         answer = {"count": len(tokens), "max_model_len": self._longest, "tokens": tokens}
-        return self._json(answer | {"block_size": size})
+        return self._listener.json(answer | {"block_size": size})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Answer a chat or a completion."""
@@ -385,14 +331,7 @@ class Server:
 
     async def _document(self, http: web.Request) -> dict[str, Any]:
         """Return the body of a request, which must come in time."""
-        if http.content_type != "application/json":
-            # What a page of a browser may send anywhere is of other types.
-            raise ApiError(415, "send application/json")
-        try:
-            async with asyncio.timeout(self.config.client_timeout):
-                body = await http.read()
-        except TimeoutError:
-            raise ApiError(408, "the request came too slowly") from None
+        body = await self._listener.read(http, self.config.client_timeout)
         try:
             document = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -521,7 +460,7 @@ class Server:
             "choices": [choice],
             "usage": _usage(call, count, hit),
         }
-        return self._json(answer)
+        return self._listener.json(answer)
 
     async def _stream(
         self, http: web.Request, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
@@ -652,17 +591,13 @@ def run(parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
 async def _run(
     parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
 ) -> None:
-    server, told = Server(parts, config), asyncio.Event()
+    server = Server(parts, config)
     await server.start()
-    loop = asyncio.get_running_loop()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told.set)
-    ready(server)
-    waits = [loop.create_task(told.wait()), loop.create_task(server.failed())]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)  # the second one ends it at once
+    with until_told() as told:
+        ready(server)
+        loop = asyncio.get_running_loop()
+        waits = [loop.create_task(told.wait()), loop.create_task(server.failed())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
     await server.stop()

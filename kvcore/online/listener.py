@@ -1,0 +1,225 @@
+"""What a server and a proxy share: an API over HTTP, listened for within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from kvcore.errors import InputError, KvcoreError
+from kvcore.extras import import_extra
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Refuse = Callable[[int, str, str | None], web.Response]
+
+BAD, TOO_SLOW, TOO_LARGE, NOT_JSON, FAILED, NO_SERVER = 400, 408, 413, 415, 500, 503
+"""Statuses of answers to what cannot be served."""
+
+MOST_HEADERS = 64
+LONGEST_HEADER = 8_190
+
+LINGERING_SECONDS = 2.0
+"""For the rest of a request that was answered before it was read."""
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: of the answer.
+        param: the field that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+class Listener:
+    """Listens for requests, hands them to handlers, and answers errors as OpenAI's API does.
+
+    Args:
+        routes: the handlers, by method and path: `POST /v1/completions`.
+        needed: what needs aiohttp, as an error begins: `a server`.
+        refuse: makes the answer to what is refused, as `refusal` does; None: that.
+        host, port: where to listen; port 0 takes a free one.
+        body: bytes of a request at most.
+        connections: at a time; more are closed as they are made.
+        client_timeout: seconds in which a client sends its headers, and between two requests.
+        shutdown_timeout: seconds that requests in flight are given at the end.
+
+    Attributes:
+        url: where it listens, once it is started.
+
+    Raises:
+        PluginError: aiohttp is not installed.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, Handler],
+        needed: str,
+        *,
+        refuse: Refuse | None = None,
+        host: str,
+        port: int,
+        body: int,
+        connections: int,
+        client_timeout: float,
+        shutdown_timeout: float,
+    ) -> None:
+        self.url = ""
+        self._web: Any = import_extra("aiohttp.web", needed, "serve")
+        self._address, self._connections = (host, port), connections
+        self._refuse = refuse or self.refusal
+
+        @self._web.middleware  # type: ignore[untyped-decorator]  # imported when needed
+        async def answered(http: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._answered(http, handler)
+
+        app = self._web.Application(client_max_size=body, middlewares=[answered])
+        for route, handler in routes.items():
+            app.router.add_route(*route.split(), handler)
+        malformed = import_extra("aiohttp.http_exceptions", needed, "serve")
+        self._runner = self._web.AppRunner(
+            app,
+            access_log=None,
+            logger=_logger(malformed.HttpProcessingError),
+            handler_cancellation=True,
+            keepalive_timeout=client_timeout,
+            lingering_time=min(client_timeout, LINGERING_SECONDS),
+            max_headers=MOST_HEADERS,
+            max_line_size=LONGEST_HEADER,
+            max_field_size=LONGEST_HEADER,
+            shutdown_timeout=shutdown_timeout,
+        )
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            InputError: the address cannot be listened at.
+        """
+        await self._runner.setup()
+        host, port = self._address
+        try:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(self._accept, host, port)
+        except (OSError, OverflowError) as error:  # a port above 65535 overflows
+            why = getattr(error, "strerror", None) or error
+            msg = f"port {port} of {host}: {why}"
+            raise InputError(msg) from error
+        host, port, *_ = self._server.sockets[0].getsockname()
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Listen no more, and wait for requests in flight."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+
+    def json(self, document: Any, status: int = 200) -> web.Response:
+        """Return an answer that is JSON."""
+        answer: web.Response = self._web.Response(
+            body=orjson.dumps(document), status=status, content_type="application/json"
+        )
+        return answer
+
+    def refusal(self, status: int, message: str, param: str | None = None) -> web.Response:
+        """Return an error as OpenAI's API has them; after some the connection ends."""
+        answer: web.Response = self._web.Response(
+            body=error_body(status, message, param),
+            status=status,
+            content_type="application/json",
+        )
+        if status == NO_SERVER:
+            answer.headers["Retry-After"] = "1"
+        if status in (TOO_SLOW, TOO_LARGE):
+            answer.force_close()
+        return answer
+
+    async def read(self, http: web.Request, seconds: float) -> bytes:
+        """Return the body of a request, which must be JSON and come in time.
+
+        Raises:
+            ApiError: it is of another type, or comes too slowly.
+        """
+        # The forms of web pages are of other types: none can post here unasked.
+        if http.content_type != "application/json":
+            raise ApiError(NOT_JSON, "send application/json")
+        try:
+            async with asyncio.timeout(seconds):
+                return await http.read()
+        except TimeoutError:
+            raise ApiError(TOO_SLOW, "the request came too slowly") from None
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        """Return what serves a connection, or closes it if there are too many."""
+        server = self._runner.server
+        if len(server.connections) >= self._connections:
+            return _Refusal()
+        protocol: asyncio.BaseProtocol = server()
+        return protocol
+
+    async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request, also where the handler refuses it."""
+        try:
+            return await handler(http)
+        except ApiError as error:
+            return self._refuse(error.status, str(error), error.param)
+        except self._web.HTTPException as error:
+            return self._refuse(error.status, error.reason, None)
+        except KvcoreError as error:
+            status = BAD if isinstance(error, InputError) else FAILED
+            return self._refuse(status, str(error), None)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """Return an error as OpenAI's API has them."""
+    kind = "server_error" if status >= FAILED else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return orjson.dumps({"error": error})
+
+
+class _Refusal(asyncio.Protocol):
+    """Ends a connection as soon as it is made."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """End it."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+def _logger(malformed: type[Exception]) -> logging.Logger:
+    """Return what prints errors of handlers, and none of malformed requests."""
+    logger = logging.Logger("kvcore.online")  # noqa: LOG001 - each listener has its own
+    logger.addFilter(
+        lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
+    )
+    return logger
+
+
+@contextmanager
+def until_told() -> Iterator[asyncio.Event]:
+    """Yield an event that Ctrl-C and SIGTERM set; after the body, they end the process."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()  # type: ignore[assignment]  # signals come to the main thread alone
+    for number in numbers:
+        loop.add_signal_handler(number, told.set)
+    try:
+        yield told
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
