@@ -77,17 +77,6 @@ def wait_for(url, process):
     raise AssertionError(msg)
 
 
-@contextmanager
-def processes(count, *options):
-    """Yield so many `kvcore serve` processes; kill those that are left."""
-    servers = [ServerProcess(*options) for _ in range(count)]
-    try:
-        yield [server.wait() for server in servers]
-    finally:
-        for server in servers:
-            server.kill()
-
-
 def parts(block_size=16, **options):
     """Return the parts of a small model."""
     config = RunConfig.of(
