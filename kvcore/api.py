@@ -241,6 +241,9 @@ def find_capacity(
     from kvcore.progress import silent  # noqa: PLC0415 - as above
 
     config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    if config.drafter is not None:
+        msg = "drafter: what would hold is searched without drafts: leave it out"
+        raise InputError(msg)
     parts = RunParts(config, plugins)
     made = parts.arguments() | {"allocation": config.allocation}
     result = run_simulation(parts.workload, residency=False, **made)

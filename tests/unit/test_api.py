@@ -8,7 +8,7 @@ import pytest
 
 import kvcore
 from kvcore import SLO, InputError, KVCache, ScoreEviction
-from kvcore.api import ClusterOptions, EngineOptions
+from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
 from kvcore.config.run_config import option_names
 from kvcore.serving import Batching
@@ -136,3 +136,9 @@ def test_every_option_has_a_type_for_checkers():
     own = {"mode", "workload", "accounting"}
     known = {*EngineOptions.__annotations__, *ClusterOptions.__annotations__}
     assert known - {"batching"} == set(option_names()) - own
+
+
+def test_capacity_is_searched_without_drafts():
+    """A drafter is refused: its runs go step by step, and are not searched."""
+    with pytest.raises(InputError, match="leave it out"):
+        find_capacity(ZIPF, drafter="acceptance:accept=0.5")
