@@ -27,8 +27,6 @@ class Inbox(Arrivals):
 
     def __init__(self, on_ended: Callable[[Request, int], None]) -> None:
         super().__init__(())
-        # Never empty, so that the loop tells of every end.
-        self.following[""] = []
         self._on_ended = on_ended
         self._sent: deque[tuple[int, int, Request]] = deque()
 

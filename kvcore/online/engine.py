@@ -58,8 +58,6 @@ class LiveInbox(Arrivals):
 
     def __init__(self, on_ended: Callable[[Request, int], None]) -> None:
         super().__init__(())
-        # Never empty, so that the loop tells of every end.
-        self.following[""] = []
         self._on_ended = on_ended
         self._coming: deque[Request] = deque()
         self.changed = threading.Condition()
@@ -95,9 +93,6 @@ class LiveInbox(Arrivals):
     def ended(self, request: Request, now: int) -> None:
         """Tell of a request that has ended."""
         self._on_ended(request, now)
-
-    def check_all_came(self) -> None:
-        """Do nothing: no request waits for another here."""
 
 
 class Tally(RunLog):

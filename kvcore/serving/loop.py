@@ -734,5 +734,4 @@ class ServingLoop:
                 )
             self.batcher.finish(job, now)
             self.log.ended(job, now)
-            if arrivals.following:
-                arrivals.ended(request, now)
+            arrivals.ended(request, now)
