@@ -1,8 +1,8 @@
 """How hypothesis runs (always the same few examples; `thorough`: many), processes, coverage.
 
 What is measured for coverage are the tests of the folders `cli` and `unit`, with the processes
-that they start. The others run hardly anything that is not run by these, and take seven times
-as long while they are measured.
+that they start, and some conformance kits. The others run hardly anything that is not run by
+these, and take seven times as long while they are measured.
 """
 
 import gc
@@ -41,6 +41,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 TESTS = Path(__file__).parent
 PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 UNMEASURED = {"conformance", "docs", "golden", "properties"}
+KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
+"""Conformance tests that are measured: quick ones, whose kits nothing else runs."""
 
 
 def pytest_collection_finish():
@@ -54,7 +56,8 @@ def pytest_runtest_protocol(item):
     """Measure no coverage while a test runs that is in a folder which is not measured."""
     package = sys.modules.get("coverage")
     measured = package.Coverage.current() if package else None
-    if measured is None or item.path.relative_to(TESTS).parts[0] not in UNMEASURED:
+    folder, *_ = item.path.relative_to(TESTS).parts
+    if measured is None or folder not in UNMEASURED or item.path.name in KITS:
         return (yield)
     measured.stop()
     # Coverage measures a process that finds these variables.
