@@ -11,11 +11,10 @@ import attrs
 
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
-from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.compaction import Compactor
 from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.models.codec import Part
+from kvcore.models.codec import BYTES_PER_NUMBER, Part
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of

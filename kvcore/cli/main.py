@@ -183,6 +183,8 @@ def main() -> NoReturn:
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Of what a run makes, hardly anything is a cycle: to look for some costs a tenth of it.
+    gc.set_threshold(50_000, 20, 20)
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, before)
     # What is left goes with the process: looking through it for cycles takes 20 ms.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
@@ -14,7 +14,6 @@ from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.run_config import MEMORY, RunConfig, read_option
-from kvcore.engine import Backend, Generator
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
@@ -30,6 +29,9 @@ from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of
 from kvcore.workloads.selection import find_workload
+
+if TYPE_CHECKING:
+    from kvcore.engine import Backend, Generator
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: what most servers have."""

@@ -26,8 +26,8 @@ from typing import (
 
 import attrs
 
-from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError
+from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin
 from kvcore.plugins.manager import Plugins
@@ -281,7 +281,9 @@ class RunConfig:
     backend: PluginChoice = _option(
         Spec("torch-cpu"), "Backend: the device memory that holds K/V as tensors."
     )
-    dtype: str = _option("fp32", "Number format in which the model computes.", *TENSOR_DTYPES)
+    dtype: str = _option(
+        "fp32", "Number format in which the model computes.", *BYTES_PER_NUMBER
+    )
     clock: Literal["model", "wall"] = _option(
         "model", "Time a step by the latency model, or by the wall clock."
     )

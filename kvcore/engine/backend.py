@@ -11,15 +11,12 @@ import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.errors import InputError
-from kvcore.models.codec import Codec, Part
+from kvcore.models.codec import BYTES_PER_NUMBER, Codec, Part
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 
 Tensor: TypeAlias = Any
 """A tensor of the backend's library."""
-
-
-BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
 TENSOR_DTYPES = tuple(BYTES_PER_NUMBER)

@@ -28,6 +28,10 @@ PLANE_BYTES = {
 """Bytes of a number, by the dtypes that planes may have."""
 
 
+BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes of a number, by the dtypes that K/V can be computed in."""
+
+
 @attrs.frozen
 class Plane:
     """An array that a block holds for each K/V head of a layer: codes, scales, zeros.

@@ -22,10 +22,10 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.demo.caching import DTYPE
-from kvcore.engine.backend import BYTES_PER_NUMBER
 from kvcore.engine.engine import run
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec

@@ -8,7 +8,7 @@ import attrs
 
 from kvcore import Backend, Generator, InputError, StorageError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
-from kvcore.engine.backend import BYTES_PER_NUMBER
+from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
 from kvcore_plugins.generator._shape import checked_dtype, resized, without_torch
