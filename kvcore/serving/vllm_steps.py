@@ -184,9 +184,9 @@ class StepRecorder:
 def work_of(output: Any) -> tuple[int, int, int, int] | None:
     """Return the work of a step that vLLM has planned, in the order of the CSV's columns.
 
-    A sequence decodes if it has generated a token and one token is computed; else its tokens
-    are prompt tokens, as they are after a preemption. None for a step that does anything else,
-    or nothing.
+    A sequence decodes if it has generated a token and one token is computed. Other tokens are
+    prompt tokens, also those that are computed again after a preemption. None for a step that
+    does anything else, or nothing.
     """
     if any(getattr(output, name, None) for name in NOT_PLAIN):
         return None
@@ -198,7 +198,7 @@ def work_of(output: Any) -> tuple[int, int, int, int] | None:
         known.req_ids, known.num_computed_tokens, known.num_output_tokens, strict=True
     ):
         tokens = tokens_of[name]
-        if tokens == 1 and generated:
+        if tokens == 1 and generated and name not in known.resumed_req_ids:
             decode += 1
             context += before + 1
         else:

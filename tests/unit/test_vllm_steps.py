@@ -106,7 +106,7 @@ def config(*, lag=False, pipeline=1, data=1, rank=0, drafts=None, lora=None):
     )
 
 
-def step(*, new=(), known=(), **special):
+def step(*, new=(), known=(), resumed=(), **special):
     """Return a plan of (tokens, tokens before), for known requests also tokens generated."""
     counts = {f"new {i}": tokens for i, (tokens, _) in enumerate(new)}
     counts |= {f"known {i}": tokens for i, (tokens, *_) in enumerate(known)}
@@ -119,6 +119,7 @@ def step(*, new=(), known=(), **special):
             req_ids=[f"known {i}" for i in range(len(known))],
             num_computed_tokens=[before for _, before, _ in known],
             num_output_tokens=[generated for *_, generated in known],
+            resumed_req_ids=set(resumed),
         ),
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),
@@ -172,16 +173,21 @@ def test_a_row_is_the_work_of_a_step_and_the_time_since_the_one_before(server, p
 
 
 @pytest.mark.parametrize(
-    ("request_", "prefill", "decoding"),
-    [((1, 30, 0), 1, 0), ((1, 30, 1), 0, 1), ((7, 0, 3), 7, 0)],
-    ids=["last token of a prompt", "generates", "computed again after a preemption"],
+    ("plan", "prefill", "decoding"),
+    [
+        ({"known": [(1, 30, 0)]}, 1, 0),
+        ({"known": [(1, 30, 1)]}, 0, 1),
+        ({"known": [(7, 0, 3)]}, 7, 0),
+        ({"known": [(1, 30, 3)], "resumed": ["known 0"]}, 1, 0),
+    ],
+    ids=["last token of a prompt", "generates", "again after a preemption", "one token again"],
 )
 def test_one_token_of_a_request_that_has_generated_decodes(
-    server, path, request_, prefill, decoding
+    server, path, plan, prefill, decoding
 ):
     """All other tokens are prompt tokens."""
     scheduler = server()
-    serve(scheduler, [decode(5), step(known=[request_])], [1, 2])
+    serve(scheduler, [decode(5), step(**plan)], [1, 2])
     assert rows(path)[0][:2] == (prefill, decoding)
 
 
