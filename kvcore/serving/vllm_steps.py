@@ -30,7 +30,7 @@ memory is found in them."""
 ROWS_AT_ONCE = 1_000
 """How many rows wait for a write while the server is busy; when it is idle, none do."""
 
-MOST_ROWS = 200_000
+MOST_ROWS = 100_000
 """Rows after which recording ends, so that a forgotten variable does not fill a disk."""
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,attended_pairs,seconds\n"

@@ -6,6 +6,7 @@ import queue
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from warnings import catch_warnings
 
 import attrs
@@ -18,7 +19,7 @@ from kvcore.units import NS_PER_S
 from kvcore_plugins.latency import Linear, Roofline
 
 with catch_warnings(action="ignore"):  # of what vLLM imports
-    import vllm_steps
+    from peers import vllm_steps
     from vllm.config import SchedulerConfig
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -183,7 +184,7 @@ def test_the_file_has_the_steps_that_the_device_ran_without_a_pause(
     gap = 0 if ahead else HOST
     expected = [
         (*each.work, each.end - before.end)
-        for place, (before, each) in enumerate(zip(ran, ran[1:], strict=False), 1)
+        for place, (before, each) in enumerate(pairwise(ran), 1)
         if place >= WARM_UP and each.start - before.end == pytest.approx(gap, abs=1e-9)
     ]
     assert 0 < len(expected) < len(ran) - WARM_UP  # some came after idle time

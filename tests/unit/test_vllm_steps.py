@@ -133,7 +133,7 @@ def decode(context):
 
 
 def serve(scheduler, plans, ends, *, ahead=0):
-    """Plan and end steps as an engine does, `ahead` of the one that runs; return its outputs."""
+    """Plan steps, `ahead` of the one that runs, and end them; return their outputs."""
     scheduler.script.extend(plans)
     running, times = deque(), iter(ends)
     scheduler.clock = lambda: next(times)
@@ -265,9 +265,9 @@ def test_recording_ends_after_so_many_rows(server, steps, path, monkeypatch):
 
 
 class FullDisk(FileIO):
-    """A file on a disk that takes 40 more bytes."""
+    """A file on a disk that takes two rows and a half."""
 
-    left = 40
+    left = 50
 
     def write(self, data):
         """Write as much as there is room for."""
