@@ -15,7 +15,7 @@ from helpers.step_lists import random_server
 
 from kvcore.serving import StepWork
 from kvcore.serving.calibration import fit_latency, read_steps
-from kvcore.units import NS_PER_S
+from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_plugins.latency import Linear, Roofline
 
 with catch_warnings(action="ignore"):  # of what vLLM imports
@@ -68,7 +68,7 @@ class Device:
         prefill, decode, context, pairs = work
         start = max(self.now, self.free)
         step = StepWork(prefill, (pairs,), decode, (context,))
-        self.free = start + self.latency.duration(step) / 1e12
+        self.free = start + self.latency.duration(step) / PS_PER_S
         self.ran.append(Ran(work, start, self.free))
         self._launched = _Awaited(self, self.free, self._sample(plan))
         done.set_result(None)
@@ -189,8 +189,17 @@ def test_the_file_has_the_steps_that_the_device_ran_without_a_pause(
     ]
     assert 0 < len(expected) < len(ran) - WARM_UP  # some came after idle time
     assert [(*each.counts, each.pairs) for each in found] == [row[:4] for row in expected]
-    times = [each.time / 1e12 for each in found]
+    times = [each.time / PS_PER_S for each in found]
     assert times == pytest.approx([row[4] for row in expected], abs=2e-9)
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_time(tmp_path, monkeypatch):
+    """Also under asynchronous scheduling: tokens come no faster than steps are planned."""
+    monkeypatch.setattr(f"{__name__}.HOST", 0.05)
+    server, path = random_server(3), tmp_path / "steps.csv"
+    ran, found = record(server, Linear(), path, monkeypatch, ahead=True)
+    assert max(each.end - each.start for each in ran) < 0.05
+    assert {each.time for each in found} == {round(0.05 * PS_PER_S)}
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
