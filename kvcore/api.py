@@ -17,7 +17,7 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.models.spec import DeviceSpec, ModelSpec, WeightDtype
 from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO, Request
@@ -60,6 +60,7 @@ class PoolOptions(TypedDict, total=False):
     device: str | DeviceSpec
     tensor_parallel: int
     codec: PluginChoice | None
+    weights_dtype: WeightDtype | None
     block_size: int | None
     blocks: int | None
     memory: int | str | None

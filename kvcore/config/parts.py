@@ -223,6 +223,7 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
+        dtype = self.config.weights_dtype
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         return {
             "kvcore": version(),
@@ -236,6 +237,7 @@ class RunParts:
             "device": self.device.name,
             "tensor_parallel": self.deployment.devices,
             "codec": self._codec_text(),
+            **({} if dtype is None else {"weights_dtype": dtype}),
             "bytes_per_block": self._block_bytes(),
             "plugins": {p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
             "tiers": [plain(describe(p)) for p in used if p.kind == "tier"],
@@ -259,7 +261,10 @@ class RunParts:
             if given is None:
                 msg = "no model is given: name one, such as llama-3-8b"
                 raise InputError(msg)
-            return given if isinstance(given, ModelSpec) else load_model(given)
+            dtype = self.config.weights_dtype
+            if isinstance(given, ModelSpec):
+                return given.with_weights(dtype) if dtype else given
+            return load_model(given, dtype)
 
     def _source(self) -> Workload:
         """Return the part of the workload that was asked for."""
@@ -451,6 +456,10 @@ class EngineParts(RunParts):
 
     def _served(self) -> ModelSpec:
         """Build the generator and the backend; return the model that the generator is."""
+        with self._about("weights_dtype"):
+            if self.config.weights_dtype is not None:
+                msg = "a run on tensors has the weights of its generator: leave it out"
+                raise InputError(msg)
         named: dict[str, Any] = {}
         model, choice = self.config.model, self.config.generator
         if model is not None and isinstance(choice, Spec):
