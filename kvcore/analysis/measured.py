@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -60,6 +60,14 @@ class Measured:
     options: Mapping[str, Any]
     load: Mapping[str, Any]
     values: Mapping[str, float]
+
+    def label(self, names: str) -> str:
+        """Return the value of a column, or of several with `+` between their names.
+
+        A column that the row does not have is `-`.
+        """
+        known = {**self.load, **self.options, **self.labels}
+        return " ".join(str(known.get(name, "-")) for name in names.split("+"))
 
 
 def read_measured(path: str | Path) -> Iterator[Taken]:
@@ -241,16 +249,3 @@ def _silicon(path: Path, line: int, fields: Mapping[str, str]) -> Taken:
     except (InputError, KeyError, ValueError) as error:
         msg = f"{path}:{line}: {error}"
         raise InputError(msg) from error
-
-
-def read_all(path: str | Path) -> tuple[list[Measured], Counter[str]]:
-    """Return the rows of a file that can be simulated, and of others how many by reason."""
-    rows: list[Measured] = []
-    left_out: Counter[str] = Counter()
-    taken: Iterable[Taken] = read_measured(path)
-    for row in taken:
-        if isinstance(row, str):
-            left_out[row] += 1
-        else:
-            rows.append(row)
-    return rows, left_out

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import attrs
 
-from kvcore.analysis.measured import MEASURES, Measured, read_all
+from kvcore.analysis.measured import LABELS, LOAD, MEASURES, Measured, read_measured
 from kvcore.config import RunConfig, RunParts
+from kvcore.config.run_config import check_names, option_names
 from kvcore.errors import InputError, PolicyError
 from kvcore.histogram import nearest_rank
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, as_text
-from kvcore.progress import Tick, unseen
+from kvcore.progress import Progress, silent
 from kvcore.serving import Result, simulate
+from kvcore.units import check_whole
 
 ROUNDS, SPREAD = 4, 0.2
-"""Requests of a client of a closed loop, and the share by which lengths vary."""
+"""Requests of each client of a closed loop, and the share by which lengths vary."""
 
 REQUESTS = 1_000
 """Requests of an open loop."""
@@ -35,8 +37,8 @@ class Errors:
 
     Attributes:
         rows: how many rows these are.
-        signed, absolute, p90: the median error, the median and the 90th percentile of the
-            absolute ones.
+        signed: the median error; below 0 where the simulator's figure is too small.
+        absolute, p90: the median and the 90th percentile of the absolute errors.
     """
 
     rows: int
@@ -61,7 +63,7 @@ class Compared:
     Attributes:
         row: what was measured.
         config: what was simulated.
-        values: what the simulation has for each of `MEASURES`.
+        values: what the simulation has, by the names of `MEASURES`.
     """
 
     row: Measured
@@ -73,23 +75,6 @@ class Compared:
         measured, simulated = self.row.values.get(measure), self.values.get(measure)
         return None if measured is None or simulated is None else simulated / measured - 1
 
-    def label(self, names: str) -> str:
-        """Return the value of a column, or of several with `+` between their names."""
-        row = self.row
-        known = {**row.load, **row.options, **row.labels}
-        return " ".join(as_text(known.get(name, "-")) for name in names.split("+"))
-
-    @property
-    def command(self) -> str:
-        """The command that simulates the row."""
-        given = {**self.row.options, "workload": None}
-        options = " ".join(
-            f"--{name.replace('_', '-')} {as_text(value)}"
-            for name, value in given.items()
-            if value is not None
-        )
-        return f"kvcore simulate {self.config.workload} {options}"
-
 
 @attrs.frozen
 class Validation:
@@ -98,65 +83,102 @@ class Validation:
     Attributes:
         source: the file.
         compared: the rows that were simulated, in the order of the file.
-        left_out: of the other rows how many, by reason.
+        left_out: how many rows were not, by reason.
     """
 
     source: str
     compared: list[Compared]
     left_out: Mapping[str, int]
 
+    @property
+    def measures(self) -> list[str]:
+        """Those of `MEASURES` that any row has."""
+        return [name for name in MEASURES if self.errors(name) is not None]
+
     def errors(self, measure: str, of: Iterable[Compared] | None = None) -> Errors | None:
-        """Return the errors of a measure, over all rows or some."""
+        """Return the errors of a measure over some rows (None: all); None without any."""
         found = (each.error(measure) for each in (self.compared if of is None else of))
         return Errors.of([error for error in found if error is not None])
 
     def groups(self, by: str) -> dict[str, list[Compared]]:
         """Return the rows by the value of a column, or of several: `model+engine`."""
+        check_names(dict.fromkeys(by.split("+")), [*LABELS, *LOAD, *option_names()])
         found: dict[str, list[Compared]] = {}
         for each in self.compared:
-            found.setdefault(each.label(by), []).append(each)
-        return found
+            found.setdefault(each.row.label(by), []).append(each)
+        return dict(sorted(found.items(), key=_natural))
 
     def worst(self, measure: str, most: int = 5) -> list[Compared]:
         """Return the rows that are furthest off in a measure."""
-        rows = [each for each in self.compared if each.error(measure) is not None]
-        return sorted(rows, key=lambda each: -abs(each.error(measure) or 0))[:most]
+        off = {id(each): each.error(measure) for each in self.compared}
+        rows = [each for each in self.compared if off[id(each)] is not None]
+        return sorted(rows, key=lambda each: -abs(off[id(each)] or 0))[:most]
 
 
 def validate(
     source: str | Path,
     *,
+    where: Mapping[str, str] | None = None,
     rounds: int = ROUNDS,
     spread: float = SPREAD,
     plugins: Plugins | None = None,
-    tick: Tick = unseen,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Validation:
-    """Simulate the rows of a file of measurements, and compare.
+    """Simulate each row of a file of measurements, and compare the two.
 
-    A row of a closed loop is served as a benchmark does it: `concurrency` clients start
-    together, and each sends `rounds` requests, one after the other. `options` are those of
-    `RunConfig` for rows that do not have them.
+    A row with a `concurrency` is served as benchmarks do it: so many clients start together,
+    and each sends a request as soon as the one before is answered. A row with a `rate` gets
+    Poisson arrivals; of an infinite rate all requests are there at once. Costs some 10 ms a
+    row.
+
+    Args:
+        source: the file, as `kvcore.analysis.measured.read_measured` reads it.
+        where: values that rows have in columns, several with commas between them; other rows
+            are not taken.
+        rounds: requests of each client, where the row does not say how many there were.
+        spread: share by which lengths vary, as of the workload `bench`, likewise.
+        plugins: where names are looked up; None: what is installed.
+        progress: is given the number of rows that have been simulated; None: nothing is.
+        options: options of `RunConfig` for rows that do not have them.
+
+    Raises:
+        InputError: the file cannot be read, or none of its rows can be simulated.
+        PluginError: a plugin that cannot work here, or a package that is not installed.
     """
+    check_whole(rounds, 1)
     plugins = plugins or Plugins()
-    rows, left_out = read_all(source)
+    wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
+    check_names(wanted, [*LABELS, *LOAD, *option_names()])
+    rows: list[Measured] = []
+    left_out: Counter[str] = Counter()
+    for row in read_measured(source):
+        if isinstance(row, str):
+            left_out[row] += 1
+        elif all(row.label(name) in values for name, values in wanted.items()):
+            rows.append(row)
     compared = []
-    for row in rows:
-        try:
-            compared.append(compare_row(row, rounds, spread, plugins, options))
-        except (InputError, PolicyError) as error:
-            left_out[str(error)] += 1
-        tick(1)
-    return Validation(str(source), compared, left_out)
+    with (progress or silent)("simulating rows", len(rows)) as tick:
+        for row in rows:
+            try:
+                compared.append(_compare(row, rounds, spread, plugins, options))
+            except (InputError, PolicyError) as error:
+                left_out[str(error)] += 1
+            tick(1)
+    if not compared:
+        reason = next((f"; the first: {each}" for each in left_out), "")
+        msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
+        raise InputError(msg)
+    return Validation(str(source), compared, dict(left_out.most_common()))
 
 
-def compare_row(
+def _compare(
     row: Measured, rounds: int, spread: float, plugins: Plugins, options: Mapping[str, Any]
 ) -> Compared:
-    """Simulate one row."""
-    load = {"spread": spread, **row.load}
-    clients = load.get("concurrency")
-    load.setdefault("requests", REQUESTS if clients is None else clients * rounds)
+    """Simulate a row."""
+    clients = row.load.get("concurrency")
+    requests = REQUESTS if clients is None else clients * rounds
+    load = {"requests": requests, "spread": spread, **row.load}
     workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
     config = RunConfig.of("simulate", **{**options, **row.options, "workload": workload})
     parts = RunParts(config, plugins)
@@ -165,12 +187,21 @@ def compare_row(
 
 
 def _values(result: Result) -> dict[str, float]:
+    """Return what was simulated, in the units of `MEASURES`.
+
+    Raises:
+        InputError: a request was rejected.
+    """
     if result.log.reasons:
         msg = f"requests are rejected: {next(iter(result.log.reasons.values()))}"
         raise InputError(msg)
-    values = {
-        "ttft": result.ttft and result.ttft.mean,
-        "tpot": result.tpot and result.tpot.mean,
-        "throughput": result.throughput_tokens_s,
-    }
-    return {name: value for name, value in values.items() if value}
+    times = {"ttft": result.ttft, "tpot": result.tpot}
+    values = {name: time.mean for name, time in times.items() if time is not None}
+    throughput = result.throughput_tokens_s
+    return values if throughput is None else {**values, "throughput": throughput}
+
+
+def _natural(group: tuple[str, object]) -> tuple[bool, float, str]:
+    """Return what sorts numbers by size, before names."""
+    name = group[0]
+    return (False, float(name), "") if name.isdecimal() else (True, 0.0, name)
