@@ -472,6 +472,11 @@ def _steps_for(first: int, slope: int, count: int, time: int) -> int:
     return steps
 
 
+def _past(times: StepTimes, time: int, most: int) -> int:
+    """Return the number of steps up to the first that begins `time` ps from now, or `most`."""
+    return 1 if time <= 0 else min(times.reach(time, most) + 1, most)
+
+
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 
@@ -507,10 +512,8 @@ class DecodeAllocator:
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
         """
-        cache = self._cache
-        prompt = cache.geometry.prompt(job.known_request(), job.target)
-        match = cache.tree.match(prompt.keys, prompt.limit, now)
-        available = cache.available_blocks - match.unpinned_blocks - reserve
+        match = self._cache.match(job.known_request(), now, job.target)
+        available = self._cache.available_blocks - match.unpinned_blocks - reserve
         return -(-job.target // self._block_size) - match.blocks <= available
 
     def is_fragmented(self, request: Request) -> bool:
@@ -518,31 +521,48 @@ class DecodeAllocator:
         del request
         return False  # blocks may lie anywhere
 
-    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
+    def open(
+        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+    ) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it.
 
         Args:
             job: a job without blocks.
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
+            most: tokens after the hit for which it gets blocks at most; None: for all.
+            whole: whether there must be room for all of them in any case.
         """
         target = None if job.admitted is None else job.target
         request = job.request if target is None else job.known_request()
         resumed = target is not None
+        if most is not None:
+            if whole and not self.fits(job, now, reserve):
+                return None
+            hit = self._cache.probe(request, now, target)
+            most = min(most, job.target - hit * self._block_size)
         try:
             return self._cache.open(
-                request, None, now, resumed=resumed, target=target, reserve=reserve
+                request, most, now, resumed=resumed, target=target, reserve=reserve
             )
         except OutOfBlocks:
             return None
 
-    def close(self, job: Job, now: int, length: int | None = None) -> None:
+    def close(
+        self, job: Job, now: int, length: int | None = None, generated: int | None = None
+    ) -> None:
         """Give the blocks of `job` back.
 
-        `length` is that of its text if it was in the batch until now; None: it was settled.
+        Args:
+            job: a job that holds blocks.
+            now: the time, ns.
+            length: that of its text if it was in the batch until now; None: it was settled.
+            generated: up to which token the blocks that it has generated stay cached; None:
+                they go.
         """
         assert job.seq is not None
-        self._cache.close(job.seq, now, length, preempted=job.stage != DONE)
+        preempted = job.stage != DONE
+        self._cache.close(job.seq, now, length, preempted=preempted, generated=generated)
 
     def loaded(self, tokens: int) -> None:
         """Called when so many tokens have come into their slots from tiers."""
@@ -579,7 +599,11 @@ class DecodeAllocator:
         return True
 
     def jump(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+        self,
+        lines: Lines[LinearPiece],
+        clock_ps: int,
+        event_ps: int | None,
+        arrival_ps: int | None = None,
     ) -> tuple[int, int]:
         """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
@@ -589,6 +613,7 @@ class DecodeAllocator:
             lines: the time of a step, as the maximum of lines in the context.
             clock_ps: when they begin.
             event_ps: when the next event comes from outside; None: never.
+            arrival_ps: when a request arrives that the plan after the next step knows of.
 
         Returns:
             The number of steps, and the picoseconds they took.
@@ -599,12 +624,18 @@ class DecodeAllocator:
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
+        if arrival_ps is not None and steps > 1:
+            steps = _past(times, arrival_ps - clock_ps, steps)
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
         return batch.advance(clock_ps, times.segments(steps))
 
     def foresee(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+        self,
+        lines: Lines[LinearPiece],
+        clock_ps: int,
+        event_ps: int | None,
+        arrival_ps: int | None = None,
     ) -> tuple[int, StepTimes]:
         """Return how many steps `jump` would run, given the same and room, and their times."""
         batch = self._batch
@@ -612,6 +643,8 @@ class DecodeAllocator:
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
+        if arrival_ps is not None and steps > 1:
+            steps = _past(times, arrival_ps - clock_ps, steps)
         return steps, times
 
     def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
