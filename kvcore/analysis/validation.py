@@ -12,6 +12,7 @@ import attrs
 
 from kvcore.analysis.measured import LABELS, LOAD, MEASURES, Measured, read_measured
 from kvcore.config import RunConfig, RunParts
+from kvcore.config.like import LIKENESSES
 from kvcore.config.run_config import check_names, option_names
 from kvcore.errors import InputError, PolicyError
 from kvcore.histogram import nearest_rank
@@ -129,8 +130,8 @@ def validate(
 
     A row with a `concurrency` is served as benchmarks do it: so many clients start together,
     and each sends a request as soon as the one before is answered. A row with a `rate` gets
-    Poisson arrivals; of an infinite rate all requests are there at once. Costs some 10 ms a
-    row.
+    Poisson arrivals; of an infinite rate all requests are there at once. A row whose `engine`
+    is known is served by its rules (`like`). Costs some 15 ms a row.
 
     Args:
         source: the file, as `kvcore.analysis.measured.read_measured` reads it.
@@ -180,7 +181,10 @@ def _compare(
     requests = REQUESTS if clients is None else clients * rounds
     load = {"requests": requests, "spread": spread, **row.load}
     workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
-    config = RunConfig.of("simulate", **{**options, **row.options, "workload": workload})
+    engine = row.labels.get("engine")
+    like = {"like": engine} if engine in LIKENESSES else {}
+    given = {**like, **options, **row.options, "workload": workload}
+    config = RunConfig.of("simulate", **given)
     parts = RunParts(config, plugins)
     result = simulate(parts.workload, residency=False, **parts.arguments())
     return Compared(row, config, _values(result))

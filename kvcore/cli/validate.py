@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvcore.analysis.measured import AIC
 from kvcore.analysis.validation import GROUPS, ROUNDS, SPREAD
@@ -70,17 +71,24 @@ def _conditions(
 @click.option("--csv", callback=file_path, metavar="FILE", help="CSV file for the rows.")
 @picture_option("-o", "--out", help="File for a plot: .png or .svg.")
 @json_option
-def validate(*, source: str, by: str, **given: Any) -> None:
+@click.pass_context
+def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
     """Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.
 
     FILE is a table of measurements (CSV, or JSON Lines); `aic` stands for the samples that
-    come with the package aiconfigurator-core. Options are for rows that do not have them.
+    come with the package aiconfigurator-core. Options are for rows that do not have them; a
+    row of an engine that --like knows is served by its rules, but for --like none.
     """
     path = source if source == AIC else input_path(source)
     table, out = given["csv"], given["out"]
     if table is not None:
         refuse_overwrite(table, [path])
-    options = {name: given[name] for name in option_names() if given.get(name) is not None}
+    default, source_of = ParameterSource.DEFAULT, ctx.get_parameter_source
+    options = {
+        name: given[name]
+        for name in option_names()
+        if name in given and source_of(name) is not default
+    }
     with (
         nullcontext() if table is None else atomic_file(table) as rows,
         plot_file(out, [path]) as write_plot,
