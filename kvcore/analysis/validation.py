@@ -148,6 +148,7 @@ def validate(
         PluginError: a plugin that cannot work here, or a package that is not installed.
     """
     check_whole(rounds, 1)
+    check_names(options, option_names())
     plugins = plugins or Plugins()
     wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
     check_names(wanted, [*LABELS, *LOAD, *option_names()])

@@ -212,7 +212,9 @@ class ValidationReport:
 
     def _errors(self, of: list[Compared]) -> dict[str, Any]:
         found = {name: self.validation.errors(name, of) for name in self.validation.measures}
-        return {name: None if each is None else attrs.asdict(each) for name, each in found.items()}
+        return {
+            name: None if each is None else attrs.asdict(each) for name, each in found.items()
+        }
 
 
 def command(each: Compared) -> str:
