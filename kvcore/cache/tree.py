@@ -417,8 +417,9 @@ class SpanTree:
         if self.trace is not None:
             blocks = span.end - first
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
-            )
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same",
+                generated=span.is_generated,
+            )  # fmt: skip
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
     def _store(  # noqa: C901 - one store, told from top to bottom
@@ -452,8 +453,9 @@ class SpanTree:
             blocks = upto - first
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
-            )
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how,
+                generated=span.is_generated,
+            )  # fmt: skip
         if self.residency is not None:
             self.residency.on_store(span, upto - first)
         if self._announces:

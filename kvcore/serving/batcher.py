@@ -406,6 +406,9 @@ class Batcher:
 
     def finish(self, job: Job, now: int) -> None:
         """FINISH: give back the slot and the blocks of `job`, which has all its tokens."""
+        if self._keeps:
+            self.retire(job)
+            self._keep_generated(job, now)
         trace, seq = self._cache.trace, job.seq
         if trace is not None and seq is not None:
             known = job.known_request()
@@ -419,8 +422,7 @@ class Batcher:
             )
         length = job.request.prompt_tokens + job.output_tokens - 1
         decoded, job.stage = job.stage == DECODE, DONE
-        close = self._close if self._keeps else self._allocator.close
-        close(job, now, length if decoded else None)
+        self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
         self.blocked_job = None
         self.changed = True
@@ -446,13 +448,14 @@ class Batcher:
             self._leave_batch(job)
         else:
             self.withdraw(job, now)
+        self._keep_generated(job, now)
         if trace is not None and seq is not None:
             if job.stage == PAUSED:
                 trace.resume(now, request=job.request.id, seq=seq.id)
             trace.finish(now, request=job.request.id, seq=seq.id, output=job.generated)
         job.output_tokens, job.stage = job.generated, DONE
         if seq is not None:
-            self._close(job, now)
+            self._allocator.close(job, now)
         if ran:
             self.ended(job, now)
         self.blocked_job = None
@@ -759,13 +762,15 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
+        if level is None:
+            self._keep_generated(job, now)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
         elif job.seq is not None:
             job.swaps += 1
             level.park(job.seq, tokens, now)
-        self._close(job, now, keeps=level is None)
+        self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         self.queue(job, now, front=True)
@@ -782,21 +787,18 @@ class Batcher:
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
         del self.running[job]
 
-    def _close(
-        self, job: Job, now: int, length: int | None = None, *, keeps: bool = True
-    ) -> None:
-        """Give the blocks of `job` back; `length` is that of its text, if not settled yet.
+    def _keep_generated(self, job: Job, now: int) -> None:
+        """Let the full blocks that `job` has generated stay cached, if all do.
 
-        Of what it has generated the full blocks stay cached, if all do, unless it `keeps` none.
         Under a lag the newest token of a job that is preempted is not known yet, nor the block
         that it fills.
         """
-        generated = None
-        if self._keeps and keeps:
-            generated = job.computed if job.prefill_left else max(job.computed, job.length)
-            if self.batching.lag and job.stage != DONE and generated > job.computed:
-                generated -= 1
-        self._allocator.close(job, now, length, generated)
+        if not self._keeps or job.seq is None:
+            return
+        tokens = job.computed if job.prefill_left else max(job.computed, job.length)
+        if self.batching.lag and job.stage != DONE and tokens > job.computed:
+            tokens -= 1
+        self._cache.keep_generated(job.seq, tokens, now)
 
     def _make_room(self, job: Job, now: int) -> bool:
         """Preempt the last in order for `job`, if nothing else will ever free any blocks.

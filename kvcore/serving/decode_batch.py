@@ -472,11 +472,6 @@ def _steps_for(first: int, slope: int, count: int, time: int) -> int:
     return steps
 
 
-def _past(times: StepTimes, time: int, most: int) -> int:
-    """Return the number of steps up to the first that begins `time` ps from now, or `most`."""
-    return 1 if time <= 0 else min(times.reach(time, most) + 1, most)
-
-
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 
@@ -548,21 +543,13 @@ class DecodeAllocator:
         except OutOfBlocks:
             return None
 
-    def close(
-        self, job: Job, now: int, length: int | None = None, generated: int | None = None
-    ) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the blocks of `job` back.
 
-        Args:
-            job: a job that holds blocks.
-            now: the time, ns.
-            length: that of its text if it was in the batch until now; None: it was settled.
-            generated: up to which token the blocks that it has generated stay cached; None:
-                they go.
+        `length` is that of its text if it was in the batch until now; None: it was settled.
         """
         assert job.seq is not None
-        preempted = job.stage != DONE
-        self._cache.close(job.seq, now, length, preempted=preempted, generated=generated)
+        self._cache.close(job.seq, now, length, preempted=job.stage != DONE)
 
     def loaded(self, tokens: int) -> None:
         """Called when so many tokens have come into their slots from tiers."""
@@ -599,11 +586,7 @@ class DecodeAllocator:
         return True
 
     def jump(
-        self,
-        lines: Lines[LinearPiece],
-        clock_ps: int,
-        event_ps: int | None,
-        arrival_ps: int | None = None,
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
     ) -> tuple[int, int]:
         """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
@@ -613,7 +596,6 @@ class DecodeAllocator:
             lines: the time of a step, as the maximum of lines in the context.
             clock_ps: when they begin.
             event_ps: when the next event comes from outside; None: never.
-            arrival_ps: when a request arrives that the plan after the next step knows of.
 
         Returns:
             The number of steps, and the picoseconds they took.
@@ -624,18 +606,12 @@ class DecodeAllocator:
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
-        if arrival_ps is not None and steps > 1:
-            steps = _past(times, arrival_ps - clock_ps, steps)
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
         return batch.advance(clock_ps, times.segments(steps))
 
     def foresee(
-        self,
-        lines: Lines[LinearPiece],
-        clock_ps: int,
-        event_ps: int | None,
-        arrival_ps: int | None = None,
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
     ) -> tuple[int, StepTimes]:
         """Return how many steps `jump` would run, given the same and room, and their times."""
         batch = self._batch
@@ -643,8 +619,6 @@ class DecodeAllocator:
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
-        if arrival_ps is not None and steps > 1:
-            steps = _past(times, arrival_ps - clock_ps, steps)
         return steps, times
 
     def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
