@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import attrs
 import orjson
 
-from kvcore.config.run_config import option_names, read_option, shown
+from kvcore.config.run_config import OF_REPLICAS, read_option, shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.plugins.options import nearest
@@ -29,8 +29,11 @@ LOAD = ("input_tokens", "output_tokens", "concurrency", "rate", "requests", "spr
 LABELS = ("id", "engine", "version", "source")
 """Columns that say where a row comes from."""
 
-NOT_OF_A_ROW = ("mode", "workload", "limit", "window", "rate_scale", "slo")
-"""Options of a run that no row has."""
+OPTIONS = (*OF_REPLICAS, "block_size", "like")
+"""Columns that are options of a server, of `RunConfig`."""
+
+COLUMNS = (*LABELS, *LOAD, *MEASURES, *OPTIONS)
+"""All columns that a row may have."""
 
 AIC = "aic"
 """In place of a file: the samples of the package aiconfigurator-core."""
@@ -85,27 +88,29 @@ def read_measured(path: str | Path) -> Iterator[Taken]:
         PluginError: `aic`, and the package is not installed.
     """
     path = _samples() if str(path) == AIC else Path(path)
-    known = [*LABELS, *LOAD, *MEASURES, *_row_options()]
-    columns: set[str] = set()
     for line, fields in _rows(path):
         if fields.keys() >= _AIC_COLUMNS:
             yield _silicon(path, line, fields)
             continue
-        for name in fields.keys() - columns:
-            if name not in known:
-                hint = f"{nearest(name, known)}. There are: {', '.join(known)}"
-                msg = f"{path}:{line}: there is no column {name!r}{hint}"
-                raise InputError(msg)
-            columns.add(name)
         try:
+            check_columns(fields)
             yield _own(line, {k: v for k, v in fields.items() if v not in ("", None)})
         except InputError as error:
             msg = f"{path}:{line}: {error}"
             raise InputError(msg) from error
 
 
-def _row_options() -> list[str]:
-    return [name for name in option_names() if name not in NOT_OF_A_ROW]
+def check_columns(names: Iterable[str]) -> None:
+    """Refuse a name that is none of `COLUMNS`.
+
+    Raises:
+        InputError: names the nearest one, and all that there are.
+    """
+    for name in names:
+        if name not in COLUMNS:
+            known = ", ".join(COLUMNS)
+            msg = f"there is no column {name!r}{nearest(name, COLUMNS)}. There are: {known}"
+            raise InputError(msg)
 
 
 def _samples() -> Path:
@@ -167,9 +172,7 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
         msg = f"a row needs something measured: {', '.join(MEASURES)}"
         raise InputError(msg)
     options = {
-        name: read_option(name, _typed(fields[name]))
-        for name in _row_options()
-        if name in fields
+        name: read_option(name, _typed(fields[name])) for name in OPTIONS if name in fields
     }
     labels = {name: str(fields[name]) for name in LABELS if name in fields}
     load = {name: numbers[name] for name in LOAD if name in numbers}

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import attrs
 
-from kvcore.analysis.measured import LABELS, LOAD, MEASURES
+from kvcore.analysis.measured import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore.analysis.validation import GROUPS, Compared, Errors, Validation
-from kvcore.config.run_config import option_names
 from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, picture
 from kvcore.report.tables import NONE, counted, printable
 from kvcore.units import format_number, format_seconds
@@ -147,7 +146,7 @@ class ValidationReport:
         """Write a line for each row: what was measured, what was simulated, and the errors."""
         rows = [_fields(each) for each in self.validation.compared]
         every = {name for row in rows for name in row}
-        order = ["line", *LABELS, *option_names(), *LOAD]
+        order = ["line", *LABELS, *OPTIONS, *LOAD]
         for measure in MEASURES:
             order += [measure, f"simulated_{measure}", f"{measure}_error"]
         names = [name for name in order if name in every]
@@ -219,10 +218,14 @@ class ValidationReport:
 
 def command(each: Compared) -> str:
     """Return the command that simulates a row by itself."""
-    options = " ".join(
-        f"--{name.replace('_', '-')} {value}" for name, value in each.row.options.items()
-    )
-    return f"kvcore simulate {each.config.workload} {options}"
+    words = ["kvcore simulate", str(each.config.workload)]
+    for name, value in each.options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag} {'none' if value is None else value}")
+    return " ".join(words)
 
 
 def _frame(
