@@ -26,6 +26,9 @@ MEASURES = ("ttft", "tpot", "throughput")
 LOAD = ("input_tokens", "output_tokens", "concurrency", "rate", "requests", "spread")
 """The columns of the load: those of the workload plugin `bench`."""
 
+NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
+"""Columns that no row leaves out, besides a load and a measure."""
+
 LABELS = ("id", "engine", "version", "source")
 """Columns that say where a row comes from."""
 
@@ -159,7 +162,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _own(line: int, fields: Mapping[str, Any]) -> Measured:
     """Read a row whose columns have the names of kvcore."""
-    for name in ("model", "device", "input_tokens", "output_tokens"):
+    for name in NEEDED:
         if name not in fields:
             msg = f"a row needs a value of {name}"
             raise InputError(msg)

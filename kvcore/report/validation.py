@@ -31,6 +31,9 @@ Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequ
 SMALL = 0.01
 """Share of the rows below which a group is left out of the table; JSON has it."""
 
+WORST = 3
+"""Rows that are named for each measure."""
+
 MOST_GROUPS = 12
 """Groups that have a colour and a marker of their own in a plot."""
 
@@ -55,7 +58,8 @@ class ValidationReport:
         others = f", {left:,} left out" if left else ""
         return (
             f"{found.source}: {counted(len(found.compared), 'row')} simulated{others}. "
-            "Errors are simulated / measured - 1."
+            "Errors are simulated / measured - 1: their median, that of their absolute values, "
+            "and of these the 90th percentile."
         )
 
     @property
@@ -64,22 +68,22 @@ class ValidationReport:
         return [
             *("rows that have", "rows"),
             *(
-                f"{NAMES[name]}{what}"
+                what
                 for name in self.validation.measures
-                for what in (", median", ", absolute", ", p90")
+                for what in (NAMES[name], "absolute", "p90")
             ),
         ]
 
     @cached_property
     def rows(self) -> list[list[str]]:
-        """The errors of all rows, and of each group that is not small."""
+        """The errors of all rows, and of each group that is neither small nor all."""
         every = self.validation.compared
         return [
             self._cells("all", every),
             *(
                 self._cells(f"{by} {name}", of)
                 for by, name, of in self._groups()
-                if len(of) >= SMALL * len(every)
+                if SMALL * len(every) <= len(of) < len(every)
             ),
         ]
 
@@ -102,14 +106,15 @@ class ValidationReport:
                 f"{each.error(measure):+.1%}",
             ]
             for measure in self.validation.measures
-            for each in self.validation.worst(measure)
+            for each in self.validation.worst(measure, WORST)
         ]
 
     @property
     def example(self) -> str:
         """The command that simulates the row that is furthest off in the last measure."""
-        (worst, *_) = self.validation.worst(self.validation.measures[-1])
-        return f"The last of these by itself:\n{command(worst)}"
+        measure = self.validation.measures[-1]
+        (worst,) = self.validation.worst(measure, 1)
+        return f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}"
 
     @property
     def left_out(self) -> list[list[str]]:

@@ -2,10 +2,14 @@
 
 import csv
 import json
+import re
 import struct
+from pathlib import Path
 
 import pytest
 from helpers.commands import run_here
+
+HOW_TO = (Path(__file__).parents[2] / "docs/how-to/validate.md").read_text("utf-8")
 
 ROWS = """\
 engine,model,device,tensor_parallel,weights_dtype,input_tokens,output_tokens,concurrency,rate,ttft,tpot
@@ -42,6 +46,18 @@ def test_prints_errors_by_group_worst_rows_and_reasons():
     assert len(every) == len(["all", "rows", *"three", "three"][:2]) + 6
     assert "llama-3.1-8b in fp8 on 1 x h100 vllm" in told
     assert "unknown model 'llama-9-8b'" in " ".join(told.split())
+
+
+def test_prints_what_the_how_to_shows(here):
+    """Word for word, but for the spaces and rules of the tables."""
+
+    def words(text):
+        return [line.split() for line in text.splitlines() if line.strip(" ─")]
+
+    (here / "rows.csv").write_text(re.search(r"```csv\n(.*?)```", HOW_TO, re.DOTALL)[1])
+    command = re.search(r"    kvcore validate (.*?)\n\n", HOW_TO, re.DOTALL)[1].split()
+    shown = re.search(r"```text\n(.*?)```", HOW_TO, re.DOTALL)[1]
+    assert words(run(*command)) == words(shown)
 
 
 def test_the_command_it_prints_simulates_that_row():

@@ -27,7 +27,7 @@ def test_the_next_request_comes_when_the_one_before_ends():
     )
     rows = result.requests
     arrival, finish = (
-        dict(zip(rows["id"], rows[f"{when}_s"])) for when in ("arrival", "finish")
+        dict(zip(rows["id"], rows[f"{when}_s"], strict=True)) for when in ("arrival", "finish")
     )
     assert [arrival[n] for n in range(4)] == [0] * 4
     assert [arrival[n] for n in range(4, 40)] == [finish[n] for n in range(36)]
