@@ -47,6 +47,7 @@ VERBS = {
     "size": "kvcore.cli.size",
     "sweep": "kvcore.cli.sweep",
     "tour": "kvcore.cli.tour",
+    "validate": "kvcore.cli.validate",
     "view": "kvcore.cli.view",
     "watch": "kvcore.cli.watch",
 }

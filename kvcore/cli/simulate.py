@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 @shared("device")
 @shared("tensor_parallel")
 @shared("codec")
+@shared("weights_dtype")
 @shared("blocks", text="Number of KV blocks in the pool.  [default: as many as fit]")
 @shared("memory")
 @batching_options
