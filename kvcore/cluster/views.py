@@ -30,7 +30,7 @@ class Holders:
 
     A replica that holds a key holds those before it in the prompt, for keys are chained and
     caches evict from the tail. So the holders of a prompt's keys shrink from one key to the
-    next, and bisection finds where: a lookup costs O(holders · log keys), whatever the number
+    next, and a search by halves finds where: a lookup costs O(holders · log keys), whatever the number
     of replicas that hold nothing. A key costs one entry; the set of its holders is the bits
     of an integer, shared by all keys that have one holder.
     """
@@ -56,13 +56,11 @@ class Holders:
     def discard(self, replica: int, keys: Iterable[Key]) -> None:
         """Record that `replica` no longer holds `keys`, nor any after them. O(keys)."""
         masks = self._masks
-        bit = self._bits.setdefault(replica, 1 << replica)
+        others = ~(1 << replica)
         for key in keys:
-            left = masks.get(key, 0) & ~bit
+            left = masks.pop(key, 0) & others
             if left:
                 masks[key] = left
-            else:
-                masks.pop(key, None)
 
     def drop(self, replica: int) -> None:
         """Record that `replica` holds nothing. O(all keys)."""
@@ -71,23 +69,23 @@ class Holders:
 
     def find(self, keys: Keys[Key], size: int, most: int) -> dict[int, int]:
         """Return how much of a prompt each holder has: `size` for each key, at most `most`."""
-        get = self._masks.get
-        mask = get(keys[0], 0) if keys else 0
-        if not mask:
-            return {}
+        get, end = self._masks.get, len(keys)
         found: dict[int, int] = {}
-        # Parts of the prompt: first place and its holders, last place and its holders.
-        parts = [(0, mask, len(keys), 0)]
-        while parts:
-            low, held, high, left = parts.pop()
-            if high - low > 1:
+        low, held = 0, get(keys[0], 0) if keys else 0
+        while held:
+            # The next key with fewer holders: in steps that double, then by bisection.
+            step = 1
+            while low + step < end and get(keys[low + step], 0) == held:
+                low += step
+                step *= 2
+            high = min(low + step, end)
+            while high - low > 1:
                 middle = (low + high) // 2
-                mask = get(keys[middle], 0)
-                if mask != left:
-                    parts.append((middle, mask, high, left))
-                if mask != held:
-                    parts.append((low, held, middle, mask))
-                continue
+                if get(keys[middle], 0) == held:
+                    low = middle
+                else:
+                    high = middle
+            left = get(keys[high], 0) if high < end else 0
             amount = min(high * size, most)
             # Replicas that hold this key and not the next, the last one first.
             ending = f"{held & ~left:b}"
@@ -95,6 +93,7 @@ class Holders:
             while at >= 0:
                 found[last - at] = amount
                 at = ending.find("1", at + 1)
+            low, held = high, left
         return found
 
 
