@@ -42,7 +42,8 @@ def _check_span(tree: SpanTree, span: Span) -> None:
     _require(parent.end == span.start < span.end, f"{span!r} does not continue {parent!r}")
     if parent is not tree.root:
         last = (parent.end - 1) // ratio
-        same = parent.path_keys[last] == span.path_keys[last]
+        begins = span.is_generated and not parent.is_generated
+        same = begins or parent.path_keys[last] == span.path_keys[last]
         _require(same, f"{span!r} does not continue the prompt of {parent!r}")
         later = parent.ref_count or parent.released_order > span.released_order
         _require(bool(later), f"{parent!r} is less recent than its child {span!r}")
@@ -54,7 +55,9 @@ def _check_span(tree: SpanTree, span: Span) -> None:
     if span.expires is not None:
         late = [c for c in children if c.expires is None or c.expires > span.expires]
         _require(not late, f"{span!r} expires before its children {late}")
-    found = tree.index.match(span.path_keys, span.end, tree.root)
+    # What was generated is looked up below the prompt, with names in place of keys.
+    after = parent if span.is_generated else tree.root
+    found = tree.index.match(span.path_keys, span.end, after)
     _require(
         found == (span, span.end),
         f"prefix plugin {tree.index.name!r} finds {found} where {span!r} ends",

@@ -174,9 +174,36 @@ class KVCache:
         """
         if self.tree.failure is not None:
             self._raise_failure()
+        return self.match(request, self.now if now is None else now, target).blocks
+
+    def match(self, request: Request, now: int, target: int | None = None) -> PrefixMatch:
+        """Return what of `request` is cached, and would hit. Changes nothing.
+
+        `target` is as for `open`.
+        """
         prompt = self.geometry.prompt(request, target)
-        at = self.now if now is None else now
-        return self.tree.match(prompt.keys, prompt.limit, at).blocks
+        match = self.tree.match(prompt.keys, prompt.limit, now)
+        if target is not None:
+            longer = self._match_generated(request, match, now, target)
+            if longer is not None:
+                return longer[1]
+        return match
+
+    def _match_generated(
+        self, request: Request, match: PrefixMatch, now: int, target: int
+    ) -> tuple[list[Key], PrefixMatch] | None:
+        """Return the keys and the match of a preempted request with what it has generated.
+
+        None where no generated block can follow what `match` has found of its prompt.
+        """
+        size = self.geometry.block_size
+        first, limit = request.prompt_tokens // size, (target - 1) // size
+        if limit <= first or match.blocks != first or match.span.end != first:
+            return None
+        keys = self.geometry.generated_keys(request, first, limit)
+        if keys[first // self.geometry.ratio] not in (match.span.children or ()):
+            return None
+        return keys, self.tree.match(keys, limit, now, match.span)
 
     def block_table(self, seq: Sequence) -> Ids:
         """Return the ids of the blocks of `seq`, first to last, without what it has dropped.
@@ -278,6 +305,11 @@ class KVCache:
             self._check_admission(request, resumed=resumed)
             trace.request(request, now)
         match = tree.match(keys, limit, now)
+        if target is not None:
+            longer = self._match_generated(request, match, now, target)
+            if longer is not None:
+                keys, match = longer
+                cacheable = limit = (target - 1) // self.geometry.block_size
         hit = match.blocks
         size = self.geometry.block_size
         length, prompt_blocks = tokens, blocks
@@ -431,6 +463,40 @@ class KVCache:
             self.tree.commit(seq, upto, now)
         if self.retention is not None:
             self._retain(self.retention, seq, now)
+
+    def keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Let the generated blocks of `seq` stay cached that its first `tokens` tokens fill.
+
+        For output to which the workload gives no keys: only this request can hit these blocks,
+        when it returns after a preemption. Called before `close`; `seq` generates no more.
+        They continue the prompt's last full block, which must be shared, as a span of their
+        own: inside a key of the workload the prompt ends, and what it is continued by has
+        another name.
+        """
+        self.now = now
+        request, size = seq.request, self.geometry.block_size
+        first, upto = request.prompt_tokens // size, tokens // size
+        private = seq.holes or seq.compacted or seq.family is not None
+        if private or request.publishes or request.hints.share is not None:
+            return
+        if first <= seq.span.end < upto:
+            seq.keys = self.geometry.generated_keys(request, first, upto)
+            seq.cacheable = upto
+            seq.span.creator = None
+            self.tree.commit(seq, upto, now)
+
+    def publish(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Make the full keyed blocks shareable that the next `tokens` tokens of `seq` fill.
+
+        Nothing may read them before these are computed, which `commit` says.
+
+        Raises:
+            PolicyError: a plugin failed.
+        """
+        upto = min((seq.computed + tokens) // self.geometry.block_size, seq.cacheable)
+        if upto > seq.span.end and not seq.holes:
+            self.now = now
+            self.tree.commit(seq, upto, now)
 
     def compact(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Make `seq` go on with `tokens` of the tokens that it holds, in private blocks.

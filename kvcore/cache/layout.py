@@ -12,6 +12,9 @@ from kvcore.request import Key, Request
 
 ACCOUNTINGS = ("keys", "tokens")
 
+GENERATED = "generated"
+"""What the name of a generated block begins with, for which the workload has no key."""
+
 
 class PromptBlocks(NamedTuple):
     """A prompt in blocks.
@@ -165,6 +168,17 @@ class BlockLayout:
         limit = ((length if target is None else target) - 1) // size if length else 0
         most = limit if limit < cacheable else cacheable
         return keys, length, blocks, cacheable, full, most
+
+    def generated_keys(self, request: Request, first: int, end: int) -> list[Key]:
+        """Return the keys of a prompt's blocks, and names for the generated ones up to `end`.
+
+        The blocks from position `first` on are generated, at least in part. Their names are
+        those of the request, so that no other one hits them. O(keys).
+        """
+        whole = first // self.ratio
+        keys = request.keys[self._stride - 1 :: self._stride][:whole]
+        places = range(whole, -(-end // self.ratio))
+        return [*keys, *((GENERATED, request.id, place) for place in places)]
 
     def recompute_seconds(self, context: int, tokens: int) -> float:
         """Return the seconds it takes to compute `tokens` tokens after `context` others."""

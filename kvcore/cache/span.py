@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache.layout import BlockLayout
+from kvcore.cache.layout import GENERATED, BlockLayout
 from kvcore.request import DEFAULT_PRIORITY, Key
 
 
@@ -86,6 +86,12 @@ class Span:
     def is_leaf(self) -> bool:
         """Whether nothing cached continues it."""
         return not self.children
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether its blocks are output without keys, which no other request can hit."""
+        key = self.path_keys[self.start // self.geometry.ratio]
+        return type(key) is tuple and key[0] == GENERATED
 
     @property
     def recompute_seconds(self) -> float:

@@ -34,7 +34,11 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
-    """Hears what a tree stores and loses, between two changes: tiers below it, or a router."""
+    """Hears what a tree stores and loses, between two changes: tiers below it, or a router.
+
+    It does not hear of generated blocks without keys (`Span.is_generated`), which nobody else
+    can use.
+    """
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored. It is pinned."""
@@ -163,10 +167,15 @@ class SpanTree:
 
     # Looking up.
 
-    def match(self, keys: Keys[Key], limit: int, now: int) -> PrefixMatch:
-        """Find the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing."""
+    def match(
+        self, keys: Keys[Key], limit: int, now: int, after: Span | None = None
+    ) -> PrefixMatch:
+        """Find the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing.
+
+        What is known to match ends with the span `after`; None: nothing is known.
+        """
         try:
-            span, blocks = self._match(keys, limit, self.root)
+            span, blocks = self._match(keys, limit, after or self.root)
         except BaseException as error:
             raise self.fail(self.index, "match", error) from error
         if not blocks:
@@ -408,8 +417,9 @@ class SpanTree:
         if self.trace is not None:
             blocks = span.end - first
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
-            )
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same",
+                generated=span.is_generated,
+            )  # fmt: skip
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
     def _store(  # noqa: C901 - one store, told from top to bottom
@@ -443,15 +453,16 @@ class SpanTree:
             blocks = upto - first
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
-            )
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how,
+                generated=span.is_generated,
+            )  # fmt: skip
         if self.residency is not None:
             self.residency.on_store(span, upto - first)
         if self._announces:
             self._announce(span, first, now, appended=appends)
         if seq.family is not None and ids is not None:
             self._share_with_forks(seq, first, ids, now)
-        if self.watcher is not None:
+        if self.watcher is not None and not span.is_generated:
             self.watcher.stored(span, upto - first, now)
 
     def _add_child(
@@ -657,7 +668,7 @@ class SpanTree:
                 else:
                     evicted.extend(ids)
             missing -= count
-            if self.watcher is not None:
+            if self.watcher is not None and not span.is_generated:
                 self.watcher.leaving(span, count, now, "capacity")
             self.evicted_blocks += count
             if self.residency is not None:
@@ -767,7 +778,7 @@ class SpanTree:
     def _leave(self, span: Span, now: int, reason: str) -> None:
         """Free an unpinned leaf, whose blocks become free."""
         ids = None if span.ids is None else span.ids[::-1]
-        if self.watcher is not None:
+        if self.watcher is not None and not span.is_generated:
             self.watcher.leaving(span, span.blocks, now, reason)
         if reason == "expired":
             if self.trace is not None:

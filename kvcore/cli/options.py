@@ -15,6 +15,7 @@ from kvcore.cli.verb import Count, complete_workload, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.run_config import (
+    RULES,
     option_choices,
     option_default,
     option_help,
@@ -44,6 +45,7 @@ METAVARS = {
     "fail": "FAILURE",
     "autoscale": "PLANNER",
     "disaggregate": "POOLS",
+    "like": "ENGINE",
     **dict.fromkeys(KINDS, "PLUGIN"),
 }
 
@@ -165,8 +167,9 @@ policy_options = all_of(poolwide_options, shared("tier"))
 
 batching_options = all_of(
     shared("block_size", default=BLOCK_SIZE),
-    *map(shared, ("max_tokens", "max_seqs", "steps", "chunked", "watermark")),
+    *map(shared, ("max_tokens", "max_seqs", "steps", "chunked", "watermark", "like", *RULES)),
 )
+"""The limits of a step, and the rules by which engines differ."""
 
 
 def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -290,6 +293,11 @@ def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
         InputError: a value that its option cannot have.
     """
     options = {name: given[name] for name in option_names() if name in given}
+    if options.get("like") is not None:
+        # What was not given is as in that engine.
+        source = click.get_current_context().get_parameter_source
+        default = ParameterSource.DEFAULT
+        options = {name: each for name, each in options.items() if source(name) != default}
     if options.get("workload") is None:
         options.pop("workload", None)
     return RunConfig.of(mode, **options)

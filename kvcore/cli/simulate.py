@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 from click.core import ParameterSource
 
@@ -35,11 +36,13 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import echo, verb
-from kvcore.config import RunParts
+from kvcore.config import RunConfig, RunParts
+from kvcore.config.run_config import option_default, option_help
 from kvcore.errors import InputError
 from kvcore.files import make_directory, refuse_overwrite
+from kvcore.plugins.options import as_text
 from kvcore.progress import silent, ticked, unseen
-from kvcore.serving import Result, Scheduler
+from kvcore.serving import Batching, Result, Scheduler
 from kvcore.serving import simulate as run_simulation
 from kvcore.serving.result import REQUESTS, SUMMARY, Reported
 from kvcore.serving.simulate import Allocation
@@ -74,9 +77,12 @@ if TYPE_CHECKING:
     help="Search for what would hold a workload that is too much, by simulating it again.",
 )
 @price_option
+@click.option(
+    "--show", is_flag=True, help="Print the limits and rules that would hold, and exit."
+)
 @json_option
 @click.pass_context
-def simulate(ctx: click.Context, /, **given: Any) -> None:
+def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one run, its steps in turn
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
@@ -89,6 +95,9 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     from_file = names_from_file(ctx, given)
     config = config_of(given, "simulate")
     named = naming(given["config"], from_file)
+    if given["show"]:
+        _show_rules(config)
+        return
     if config.is_cluster:
         from kvcore.cli.cluster import simulate_replicas  # noqa: PLC0415 - of several servers
 
@@ -131,6 +140,24 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         if searching:
             print_sections("\n" + report.holding(_searched(parts, result)))
     print_notes(parts.workload)
+
+
+def _show_rules(config: RunConfig) -> None:
+    """Print the limits of a step and the rules of a configuration, and what each means."""
+    from kvcore.config.like import LIKENESSES  # noqa: PLC0415 - `--show` alone
+
+    names = (*attrs.fields_dict(Batching), "scheduler", "eviction", "prefix")
+    rows = [
+        (
+            name,
+            as_text(getattr(config, name)),
+            as_text(option_default(name)),
+            option_help(name).rstrip("."),
+        )
+        for name in names
+    ]
+    about = "" if config.like is None else LIKENESSES[config.like].text
+    print_sections(about, (("option", "value", "kvcore", "meaning"), rows, ()))
 
 
 def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:

@@ -159,6 +159,10 @@ HEADINGS = {
     ),
     "Cluster": ("replicas", "router", "routers", "view", "fail", "autoscale", "disaggregate"),
     "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
+    "Rules of engines": (
+        *("like", "show", "unchunked", "max_chunk", "reserve", "commit", "generated"),
+        *("admit_after_preemption", "ties", "lag", "null_block", "max_model_len"),
+    ),
     "Output": (
         *("residency", "trace", "out", "live", "csv", "step_times", "acceptance", "export"),
         "prometheus",

@@ -25,10 +25,11 @@ from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import Spec, nearest, takes_path
+from kvcore.serving import Batching
 from kvcore.workloads.selection import with_path
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "batching": ("max_tokens", "max_seqs", "chunked", "steps", "watermark"),
+    "batching": tuple(attrs.fields_dict(Batching)),
     "slo": EXPECTATIONS,
 }
 """Tables besides those of plugins: options that may be written together, parts of one."""

@@ -239,7 +239,7 @@ class RunParts:
             "bytes_per_block": self._block_bytes(),
             "plugins": {p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
             "tiers": [plain(describe(p)) for p in used if p.kind == "tier"],
-            "batching": attrs.asdict(self.batching),
+            "batching": self.batching.as_dict(),
             "allocation": self.config.allocation,
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
@@ -299,12 +299,21 @@ class RunParts:
         if blocks is None and memory is None:
             deployment = self.deployment
             with self._about("tensor_parallel"):
-                return deployment.blocks(self._sequences)
+                return deployment.blocks(self._sequences) - self._null_blocks
         with self._about("blocks" if memory is None else "memory"):
             if memory is not None:
                 blocks = self.blocks_in(memory)
-            CountingPool(cast("int", blocks))
-        return cast("int", blocks)
+            used = cast("int", blocks) - self._null_blocks
+            if self._null_blocks and used < 1:
+                msg = "the one block is that which is never used: give 2 or more"
+                raise InputError(msg)
+            CountingPool(used)
+        return used
+
+    @property
+    def _null_blocks(self) -> int:
+        """How many blocks of the pool are never used."""
+        return int(self.config.timed and self.config.null_block)
 
     def blocks_in(self, memory: int | str) -> int:
         """Return how many blocks fit into some bytes of K/V, which may be text with a unit.

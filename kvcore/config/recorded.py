@@ -81,7 +81,7 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
         raise _no_batching(file, header["batching"], error) from error
     tiers = header.get("tiers", ())
     return {
-        "blocks": header["blocks"],
+        "blocks": header["blocks"] + caps["null_block"],
         "tier": tuple(partial(_rebuilt_tier, file, tier, plugins) for tier in tiers),
         **deployment,
         **caps,
@@ -332,7 +332,7 @@ class RecordedParts(RunParts):
         if "tier" not in self._changed:
             tiers = self.recorded()["tiers"]
         served = {
-            "batching": attrs.asdict(self.batching),
+            "batching": self.batching.as_dict(),
             "slo": None if self.slo is None else slo_field(self.slo),
             "rate_scale": self.config.rate_scale,
         }
@@ -381,6 +381,7 @@ class RecordedParts(RunParts):
     def _blocks_of(self, block_size: int) -> int:
         """Return how many blocks of another size take the memory of the recorded pool."""
         recorded, size = int(self._header["blocks"]), int(self._header["block_size"])
+        recorded += bool(self._header.get("batching", {}).get("null_block"))
         if block_size < 1:
             return recorded
         blocks = recorded * size // block_size

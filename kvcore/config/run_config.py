@@ -26,6 +26,7 @@ from typing import (
 
 import attrs
 
+from kvcore.config.like import LIKENESSES
 from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -110,12 +111,21 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Defaults by mode, where they differ from those of the fields."""
 
+RULES = (
+    *("unchunked", "max_chunk", "reserve", "commit", "generated", "admit_after_preemption"),
+    *("ties", "lag", "null_block", "max_model_len"),
+)
+"""Options by which engines differ: the fields of `Batching` that are no limits of a step."""
+
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "blocks", "memory", "eviction", "prefix"),
     *("retention", "tier", "latency", "scheduler", "drafter", "max_tokens", "max_seqs"),
-    *("steps", "chunked", "watermark"),
+    *("steps", "chunked", "watermark", *RULES),
 )
 """Options that servers of a cluster may have of their own."""
+
+NONE_IS_TEXT = ("retention", "drafter", "autoscale", "disaggregate", "like")
+"""Options that the text `none` leaves out, as None does."""
 
 RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
 """Options of earlier releases, and what they are called now."""
@@ -163,7 +173,13 @@ class RunConfig:
             token a sequence.
         tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
             nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
-        max_tokens, max_seqs, steps, chunked, watermark: as in `Batching`.
+        like: the engine whose rules are the defaults, `vllm`; None: those of kvcore. It
+            counts where a configuration is made by `of`, as all of kvcore does.
+        max_tokens, max_seqs, steps, chunked, watermark, unchunked, max_chunk, reserve,
+            commit, generated, admit_after_preemption, ties, lag, max_model_len: as in
+            `Batching`.
+        null_block: whether a block of the pool is never used: `blocks` and `memory` are with
+            it.
         allocation: `paged`, or `contiguous` as before paging.
         rate_scale: how many times as fast as recorded open-loop requests arrive.
         slo: what is expected for requests that bring no SLO; `SLO()`: nothing.
@@ -237,6 +253,51 @@ class RunConfig:
     chunked: bool = _option(CAPS.chunked, "Prefill a long prompt over several steps.")
     watermark: float = _option(
         CAPS.watermark, "Share of the blocks that an admission leaves for running sequences."
+    )
+    like: str | None = _option(
+        None,
+        f"Engine whose rules are the defaults of all other options: {', '.join(LIKENESSES)}; "
+        "--show prints them.",
+    )
+    unchunked: Literal["alone", "wait"] = _option(
+        CAPS.unchunked,
+        "Unchunked prompt that is too long for the rest of a step: computed alone in one, or "
+        "it has to wait for a step with room for it.",
+    )
+    max_chunk: int | None = _option(
+        None, "Largest number of prompt tokens of one sequence in a step, beside others."
+    )
+    reserve: Literal["prompt", "chunk", "first-chunk"] = _option(
+        CAPS.reserve,
+        "Blocks that an admission takes: of the whole prompt; of its first chunk, while the "
+        "whole has to be free; or of its first chunk alone.",
+    )
+    commit: Literal["computed", "scheduled"] = _option(
+        CAPS.commit, "When blocks can be hit: computed, or as soon as they are scheduled."
+    )
+    generated: Literal["keyed", "cached"] = _option(
+        CAPS.generated,
+        "Generated blocks that stay cached: those with a key in the workload, or all.",
+    )
+    admit_after_preemption: bool = _option(
+        CAPS.admit_after_preemption, "Admit requests in a step that has preempted others."
+    )
+    ties: Literal["last", "first"] = _option(
+        CAPS.ties,
+        "Sequence that is preempted, of those last in order: of equal priority the one "
+        "admitted last, or of equal priority and arrival the one admitted first.",
+    )
+    lag: int = _option(
+        CAPS.lag,
+        "Steps between a plan and what it knows: 1 under asynchronous scheduling, where a "
+        "step is planned while the one before it runs.",
+    )
+    null_block: bool = _option(
+        CAPS.null_block,
+        "Leave a block of the pool unused, and round the watermark down, of all blocks.",
+    )
+    max_model_len: int | None = _option(
+        None, "Largest number of tokens of a sequence, at which its text ends."
     )
     rate_scale: float = _option(1.0, "Factor on the rate at which recorded requests arrive.")
     slo: SLOChoice = _option(
@@ -313,7 +374,9 @@ class RunConfig:
         """
         options = renamed(options)
         check_names(options, option_names())
-        return cls(**{"mode": mode, **DEFAULTS[mode], **options})
+        like = read_option("like", options.get("like"))
+        rules = {} if like is None else LIKENESSES[like].options
+        return cls(**{"mode": mode, **DEFAULTS[mode], **rules, **options})
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], mode: Mode = "simulate") -> Self:
@@ -401,11 +464,11 @@ def read_option(name: str, value: Any) -> Any:
     Raises:
         InputError: a value that the option cannot have; begins with the option's name.
     """
-    if name in ("retention", "drafter", "autoscale", "disaggregate") and value in (
-        "none",
-        Spec("none"),
-    ):
+    if name in NONE_IS_TEXT and value in ("none", Spec("none")):
         return None
+    if name == "like" and value is not None and value not in LIKENESSES:
+        msg = f"like: {shown(value)} is no engine; there are: {', '.join(LIKENESSES)}"
+        raise InputError(msg)
     choices = option_choices(name)
     try:
         return convert(value, Literal[choices] if choices else option_type(name))

@@ -19,6 +19,7 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.engine.executor import TensorExecutor
+from kvcore.errors import InputError
 from kvcore.online.stored import StoredBlocks
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.batcher import Batching
@@ -173,6 +174,9 @@ class LiveLoop(ServingLoop):
         batching: Batching,
         stored: StoredBlocks | None = None,
     ) -> None:
+        if batching.lag:
+            msg = "lag=1: this engine plans a step once the one before has ended; leave it out"
+            raise InputError(msg)
         self.inbox = LiveInbox(self._gone)
         super().__init__(self.inbox, cache, scheduler, executor, batching)
         tally = Tally(cache.pool.blocks)

@@ -16,7 +16,7 @@ from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
-from kvcore.request import Request
+from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.scheduler import (
     DECODE,
@@ -38,20 +38,44 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Batching:
-    """The limits of continuous batching.
+    """The limits of continuous batching, and the rules by which engines differ.
+
+    The defaults are those of kvcore; `kvcore simulate --like vllm --show` prints those of an
+    engine.
 
     Attributes:
         max_tokens: tokens of a step: one for each sequence that decodes, the rest prefill.
         max_seqs: sequences that prefill or decode at a time.
-        chunked: whether a prompt may be computed over several steps. If not, one for which
-            decoding leaves too little of `max_tokens` is a step's only prefill.
+        chunked: whether a prompt may be computed over several steps.
         steps: `mixed` steps prefill and decode together; `prefill-first` lets decoding
             wait while there is anything to prefill.
         watermark: share of the blocks that an admission must leave free or evictable for
-            those that run already to grow into.
+            those that run already to grow into; rounded up.
+        unchunked: what becomes of a prompt that may not be chunked, and for which decoding
+            leaves too little of `max_tokens`: it goes `alone`, as the only prefill of a step,
+            which then has more tokens; or it has to `wait` for a step with room for it.
+        max_chunk: the most prompt tokens of one sequence in a step, as long as there is
+            another one; None: `max_tokens` alone bounds them.
+        reserve: which blocks an admission takes: those of the whole `prompt`; those of its
+            first `chunk`, although the whole must be free or evictable; or those of its
+            `first-chunk`, whatever is left for the others. With tiers, the whole prompt.
+        commit: when blocks can be hit: once they are `computed`, or from the moment on that
+            they are `scheduled`, so that the next admission of the same step shares them.
+        generated: which generated blocks stay cached: those that are `keyed` by the workload,
+            or all of them are `cached`, under names that no other request has.
+        admit_after_preemption: whether a step that preempts may admit.
+        ties: which of the jobs that are last in order is preempted: of equal priority the
+            one admitted `last`; or of equal priority and arrival the one admitted `first`.
+        lag: steps between a plan and what it knows: 1 under asynchronous scheduling, where a
+            step is planned while the one before it runs. What that step finishes, and who
+            arrives meanwhile, counts a step later.
+        null_block: whether a block of the pool is never used. The pool of the cache is
+            without it; the watermark is a share of all blocks, rounded down.
+        max_model_len: the most tokens of a sequence: a longer prompt is rejected, and a text
+            ends there; None: unbounded.
 
     Raises:
-        InputError: a limit that lets nothing run.
+        InputError: limits that let nothing run, or a rule that there is not.
     """
 
     max_tokens: int = 8192
@@ -59,6 +83,16 @@ class Batching:
     chunked: bool = True
     steps: Literal["mixed", "prefill-first"] = "mixed"
     watermark: float = 0.01
+    unchunked: Literal["alone", "wait"] = "alone"
+    max_chunk: int | None = None
+    reserve: Literal["prompt", "chunk", "first-chunk"] = "prompt"
+    commit: Literal["computed", "scheduled"] = "computed"
+    generated: Literal["keyed", "cached"] = "keyed"
+    admit_after_preemption: bool = True
+    ties: Literal["last", "first"] = "last"
+    lag: int = 0
+    null_block: bool = False
+    max_model_len: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the limits."""
@@ -73,22 +107,64 @@ class Batching:
                 f"max_tokens={self.max_tokens} and max_seqs={self.max_seqs}: a step has a "
                 "token for each sequence, so give at least 1 sequence, and no fewer tokens"
             )
-        elif self.steps not in ("mixed", "prefill-first"):
-            msg = f"steps={self.steps!r} is not known; there are: mixed, prefill-first"
-        elif type(self.chunked) is not bool:
-            msg = f"chunked={self.chunked!r} must be True or False"
         elif type(self.watermark) not in (int, float):
             msg = f"watermark={self.watermark!r} is no number: give 0 or more, below 1"
         elif not 0 <= self.watermark < 1:
             msg = (
                 f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"
             )
+        elif type(self.lag) is not int or self.lag not in (0, 1):
+            msg = f"lag={self.lag!r}: a plan knows of the step before it (0), or does not (1)"
+        elif self.max_chunk is not None and not self.chunked:
+            msg = f"max_chunk={self.max_chunk}: prompts are not chunked; leave out one of both"
+        else:
+            msg = self._wrong_rule()
         if msg:
             raise InputError(msg)
 
+    def _wrong_rule(self) -> str:
+        """Return what is wrong with a rule; "" if nothing is."""
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                return f"{name}={value!r} is not known; there are: {', '.join(choices)}"
+        for name in ("chunked", "admit_after_preemption", "null_block"):
+            if type(getattr(self, name)) is not bool:
+                return f"{name}={getattr(self, name)!r} must be True or False"
+        for name in ("max_chunk", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                return f"{name}={value!r}: give whole tokens, at least 1, or None"
+        return ""
+
     def reserved_blocks(self, blocks: int) -> int:
         """Return how many of the `blocks` blocks of a pool the watermark keeps."""
+        if self.null_block:
+            return int(self.watermark * (blocks + 1))
         return ceil(self.watermark * blocks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the limits, and those rules that are not the defaults."""
+        given = attrs.asdict(self)
+        return {
+            name: value
+            for name, value in given.items()
+            if name in _LIMITS or value != getattr(_DEFAULTS, name)
+        }
+
+
+_LIMITS = ("max_tokens", "max_seqs", "chunked", "steps", "watermark")
+
+_CHOICES = {
+    "steps": ("mixed", "prefill-first"),
+    "unchunked": ("alone", "wait"),
+    "reserve": ("prompt", "chunk", "first-chunk"),
+    "commit": ("computed", "scheduled"),
+    "generated": ("keyed", "cached"),
+    "ties": ("last", "first"),
+}
+
+_DEFAULTS = Batching()
 
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
@@ -236,7 +312,14 @@ class Batcher:
         self._allocator = allocator
         self.server = server
         self._mixed = batching.steps == "mixed"
+        self._admits_after_preemption = batching.admit_after_preemption
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
+        # What a load brings from a tier, or a transfer from another server, needs its blocks.
+        self._whole = batching.reserve == "prompt" or cache.tiers is not None
+        self._publishes = batching.commit == "scheduled"
+        self._keeps = batching.generated == "cached"
+        self._ties = batching.ties
+        self._budget = 0
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
         self._ranks = not find_override(scheduler, "plan")
@@ -283,6 +366,7 @@ class Batcher:
             self._loaded(job, load, now)
         # The running go before the waiting: first the blocks of the next decode step, then
         # admissions. Where prefill goes first it is the other way round, without prefill.
+        retry = False
         if self._mixed:
             self._grow(now)
         if self.changed and (self._prefilling or self.waiting):
@@ -290,6 +374,8 @@ class Batcher:
         if not (self._mixed or self.chunks):
             self._grow(now)
         if self._victims:
+            # Who was not asked because of them is asked after the next step.
+            retry = not self._admits_after_preemption
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
                 # All that ran were preempted: start again, with the blocks they gave up.
@@ -297,7 +383,7 @@ class Batcher:
                 self._admit(now)
                 if not (self._mixed or self.chunks):
                     self._grow(now)
-        changed, self.changed = self.changed, False
+        changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
             self._allocator.allocated_until = self._steps.count
@@ -311,8 +397,29 @@ class Batcher:
         self.blocked_job = None  # it may hit more now
         self.changed = True
 
+    def retire(self, job: Job) -> None:
+        """Note that `job` has all its tokens, before it gives back its slot and its blocks."""
+        if job.stage == DECODE:
+            assert job.seq is not None
+            self._cache.settle(job.seq, job.request.prompt_tokens + job.output_tokens - 1)
+        job.stage = DONE
+
     def finish(self, job: Job, now: int) -> None:
-        """Give back the slot and the blocks of `job`, which has all its tokens."""
+        """FINISH: give back the slot and the blocks of `job`, which has all its tokens."""
+        if self._keeps:
+            self.retire(job)
+            self._keep_generated(job, now)
+        trace, seq = self._cache.trace, job.seq
+        if trace is not None and seq is not None:
+            known = job.known_request()
+            trace.finish(
+                now,
+                request=job.request.id,
+                seq=seq.id,
+                output=job.output_tokens,
+                # Those of other requests are in REQUEST already.
+                output_keys=known.output_keys if isinstance(known, TextRequest) else None,
+            )
         length = job.request.prompt_tokens + job.output_tokens - 1
         decoded, job.stage = job.stage == DECODE, DONE
         self._allocator.close(job, now, length if decoded else None)
@@ -341,6 +448,7 @@ class Batcher:
             self._leave_batch(job)
         else:
             self.withdraw(job, now)
+        self._keep_generated(job, now)
         if trace is not None and seq is not None:
             if job.stage == PAUSED:
                 trace.resume(now, request=job.request.id, seq=seq.id)
@@ -380,39 +488,74 @@ class Batcher:
                 self._call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers = self._offers(now)
-        budget = self.batching.max_tokens
+        self._budget = self.batching.max_tokens
         if self._mixed:
-            budget -= self._batch.size
+            self._budget -= self._batch.size
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
-        while budget > 0:
+        while self._budget > 0:
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
                 if job.stage == PREFILL:
-                    budget -= self._allot(job, budget)
+                    self._allot(job, now)
                 continue
-            offered = next(offers, None)
-            if offered is not None and self._schedule(offered, budget, now):
-                budget -= self._allot(offered, budget)
+            admits = self._admits_after_preemption or not self._victims
+            offered = next(offers, None) if admits else None
+            if offered is not None and self._schedule(offered, now):
+                self._allot(offered, now)
             elif ongoing:
                 offers, preemptive = iter(()), False
             else:
                 break
 
-    def _allot(self, job: Job, budget: int) -> int:
-        """Add the share of `job` in the step's tokens to `chunks`, and return it."""
+    def _allot(self, job: Job, now: int) -> None:
+        """Add the share of `job` in the step's tokens to `chunks`, with blocks for it."""
         if job.stage == DECODE:
-            return int(self._mixed)
+            self._budget -= self._mixed
+            return
         if job.stage == LOADING:
-            return 0
+            return
         tokens = job.target - job.computed
-        if tokens > budget:
+        most = self._budget if self.batching.max_chunk is None else self._most_tokens()
+        if tokens > most:
             if self.batching.chunked:
-                tokens = budget
+                tokens = most
             elif self.chunks:
-                return budget
+                self._budget = 0
+                return
+        if not (self._whole or self._has_blocks(job, job.computed + tokens, now)):
+            return
         self.chunks.append((job, tokens))
-        return tokens
+        self._budget -= tokens
+        if self._publishes:
+            assert job.seq is not None
+            self._cache.publish(job.seq, tokens, now)
+
+    def _most_tokens(self) -> int:
+        """Return how many tokens of a prompt the step that is planned may compute."""
+        cap = self.batching.max_chunk
+        if cap is None or len(self.running) + len(self.waiting) <= 1:
+            return self._budget
+        return min(cap, self._budget)
+
+    def _has_blocks(self, job: Job, tokens: int, now: int) -> bool:
+        """OUT_OF_BLOCKS: preempt until `job` has the blocks of its first `tokens` tokens.
+
+        Return False if it was itself the last in order, and has lost those it had.
+        """
+        cache, seq = self._cache, job.seq
+        assert seq is not None
+        tokens -= seq.tokens
+        if tokens <= 0:
+            return True
+        need = -(-(seq.tokens + tokens) // cache.geometry.block_size) - seq.blocks
+        while need > cache.available_blocks and not cache.make_room(need, now):
+            last = self._last(now)
+            self._recompute(last, now)
+            if last is job:
+                return False
+        self._allocator.extend(seq, tokens, now)
+        return True
 
     def _offers(self, now: int) -> Iterator[Job]:
         """Yield waiting jobs in scheduler order; pause those that the plan pauses."""
@@ -434,7 +577,7 @@ class Batcher:
         for job in self._each(plan.pause):
             if job not in self.running:
                 self._refuse_plan(job, "paused", "is not running")
-            if job.stage != LOADING:
+            if job.stage not in (LOADING, DONE):
                 self._pause(job, now)
         return self._checked(plan)
 
@@ -460,11 +603,11 @@ class Batcher:
             return False
         return bool(self._call("priority", lt, head.rank, self._priority(other, now)))
 
-    def _schedule(self, job: Job, budget: int, now: int) -> bool:
+    def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
         if job is self.blocked_job or job in self._victims:
             return False
-        if not (self.batching.chunked or self._in_one(job, budget, now)):
+        if not (self.batching.chunked or self._in_one(job, now)):
             return False
         if len(self.running) >= self.batching.max_seqs:
             last = self._call("priority", self._behind, job, now)
@@ -486,12 +629,13 @@ class Batcher:
             self._call("admitted", self._admitted, job, now)
         return True
 
-    def _in_one(self, job: Job, budget: int, now: int) -> bool:
-        """Return True if `budget` is enough for `job`, whose prefill must be one chunk."""
-        if not self.chunks or job.stage == PAUSED:
+    def _in_one(self, job: Job, now: int) -> bool:
+        """Return True if `job`, whose prefill must be one chunk, may have it in this step."""
+        alone = not self.chunks and self.batching.unchunked == "alone"
+        if alone or job.stage == PAUSED:
             return True
         hit = self._cache.probe(job.known_request(), now, job.target)
-        return job.target - hit * self._cache.geometry.block_size <= budget
+        return job.target - hit * self._cache.geometry.block_size <= self._budget
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
@@ -499,7 +643,9 @@ class Batcher:
             return None
         # A running job has only come forward since it was ranked.
         behind = [
-            other for other in self.running if job.rank < other.rank and other.stage != LOADING
+            other
+            for other in self.running
+            if job.rank < other.rank and other.stage not in (LOADING, DONE)
         ]
         ranks = {other: (self._priority(other, now), other.serial) for other in behind}
         last = max(ranks, key=ranks.__getitem__, default=None)
@@ -521,7 +667,9 @@ class Batcher:
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
         reserve = self._reserve if self.running or self.paused else 0
-        seq = self._allocator.open(job, now, reserve)
+        most = None if self._whole or self.moved is not None else self._most_tokens()
+        whole = self.batching.reserve != "first-chunk"
+        seq = self._allocator.open(job, now, reserve, most, whole=whole)
         if seq is None:
             return False
         job.seq = seq
@@ -595,17 +743,27 @@ class Batcher:
     def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
         """Free all blocks of `job`, for `requester` if given.
 
-        It will compute them again, or load them from a tier where that is the faster way.
+        It will compute them again, or load them from a tier where that is the faster way. One
+        that has all its tokens needs them no more.
         """
+        if job.stage == DONE:
+            self.finish(job, now)
+            self._victims.add(job)
+            return
         if job.stage == PAUSED:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
+            # The tokens of its share in the step are for those that are planned after it.
+            chunks = sum(tokens for other, tokens in self.chunks if other is job)
+            self._budget += self._mixed if job.stage == DECODE else chunks
             self._leave_batch(job)
         level = None
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
+        if level is None:
+            self._keep_generated(job, now)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
@@ -629,6 +787,19 @@ class Batcher:
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
         del self.running[job]
 
+    def _keep_generated(self, job: Job, now: int) -> None:
+        """Let the full blocks that `job` has generated stay cached, if all do.
+
+        Under a lag the newest token of a job that is preempted is not known yet, nor the block
+        that it fills.
+        """
+        if not self._keeps or job.seq is None:
+            return
+        tokens = job.computed if job.prefill_left else max(job.computed, job.length)
+        if self.batching.lag and job.stage != DONE and tokens > job.computed:
+            tokens -= 1
+        self._cache.keep_generated(job.seq, tokens, now)
+
     def _make_room(self, job: Job, now: int) -> bool:
         """Preempt the last in order for `job`, if nothing else will ever free any blocks.
 
@@ -644,11 +815,12 @@ class Batcher:
         return True
 
     def _last(self, now: int) -> Job:
-        """Return the job that holds blocks and is last in order, the latest among equals."""
+        """Return the job that holds blocks and is last in order; `Batching.ties` says which."""
+        latest = self._ties == "last"
 
         def order(job: Job) -> tuple[Any, int]:
             assert job.seq is not None
-            return self._priority(job, now), job.seq.admission
+            return self._priority(job, now), job.seq.admission if latest else job.arrival
 
         # Blocks that a transfer writes into cannot be given to another.
         held = [job for job in chain(self.running, self.paused) if job.stage != LOADING]

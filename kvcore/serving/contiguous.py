@@ -134,9 +134,11 @@ class ContiguousAllocator(MeasuredAllocator):
         """Return how many slots `seq` has."""
         return self.piece(seq)[1]
 
-    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
+    def open(
+        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+    ) -> Sequence | None:
         """Return a new sequence for `job`, or None if no hole is long enough."""
-        del reserve  # the running jobs have all the slots they will need
+        del reserve, most, whole  # the running jobs have all the slots they will need
         length = self.piece_length(job.request)
         try:
             start = self.space.take(length)

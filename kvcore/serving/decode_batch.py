@@ -507,10 +507,8 @@ class DecodeAllocator:
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
         """
-        cache = self._cache
-        prompt = cache.geometry.prompt(job.known_request(), job.target)
-        match = cache.tree.match(prompt.keys, prompt.limit, now)
-        available = cache.available_blocks - match.unpinned_blocks - reserve
+        match = self._cache.match(job.known_request(), now, job.target)
+        available = self._cache.available_blocks - match.unpinned_blocks - reserve
         return -(-job.target // self._block_size) - match.blocks <= available
 
     def is_fragmented(self, request: Request) -> bool:
@@ -518,20 +516,29 @@ class DecodeAllocator:
         del request
         return False  # blocks may lie anywhere
 
-    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
+    def open(
+        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+    ) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it.
 
         Args:
             job: a job without blocks.
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
+            most: tokens after the hit for which it gets blocks at most; None: for all.
+            whole: whether there must be room for all of them in any case.
         """
         target = None if job.admitted is None else job.target
         request = job.request if target is None else job.known_request()
         resumed = target is not None
+        if most is not None:
+            if whole and not self.fits(job, now, reserve):
+                return None
+            hit = self._cache.probe(request, now, target)
+            most = min(most, job.target - hit * self._block_size)
         try:
             return self._cache.open(
-                request, None, now, resumed=resumed, target=target, reserve=reserve
+                request, most, now, resumed=resumed, target=target, reserve=reserve
             )
         except OutOfBlocks:
             return None

@@ -57,9 +57,11 @@ class MeasuredAllocator(DecodeAllocator):
         """Count tokens that came from tiers into slots of prompts."""
         self.filled(tokens, 0)
 
-    def open(self, job: Job, now: int, reserve: int) -> Sequence | None:
+    def open(
+        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+    ) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it."""
-        seq = super().open(job, now, reserve)
+        seq = super().open(job, now, reserve, most, whole=whole)
         if seq is not None:
             self.idle += self.slots_of(seq) - seq.computed
             self.uncomputed += seq.tokens - seq.computed
@@ -70,7 +72,7 @@ class MeasuredAllocator(DecodeAllocator):
         assert job.seq is not None
         if length is not None:
             self._cache.settle(job.seq, length)
-        left = job.prefill_left
+        left = job.seq.tokens - job.computed if job.prefill_left else 0
         self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
         self.uncomputed -= left
         super().close(job, now)
@@ -78,6 +80,7 @@ class MeasuredAllocator(DecodeAllocator):
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
         before = self.slots_of(seq)
+        self.uncomputed += max(min(tokens, seq.target - seq.tokens), 0)
         super().extend(seq, tokens, now)
         self.idle += self.slots_of(seq) - before
 

@@ -22,10 +22,13 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import attrs
+
 from kvcore.cache import KVCache
+from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
-from kvcore.request import SLO, Key, Request, TextRequest
+from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher, Batching
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
 from kvcore.serving.latency import (
@@ -392,6 +395,26 @@ class ServingLoop:
         self._computed: StepResult | None = None
         self._jumped: tuple[int, int] | None = None
         self._is_plain = windows == (None,)
+        self._longest = batching.max_model_len
+        # The tokens that a step has for a sequence that is computed in one step or never.
+        waits = not batching.chunked and batching.unchunked == "wait"
+        self._in_one = batching.max_tokens if waits else None
+        # Under a lag: when the step began that ran last, whether one has run since the last
+        # plan, and who has arrived and what was finished or filled while it ran, of which the
+        # next plan does not know.
+        self._lag = batching.lag
+        self._began_ps = 0
+        self._stepped = False
+        self._unseen: list[tuple[int, Job]] = []
+        self._late: list[Job] = []
+        self._filled: list[tuple[Job, CacheSequence, int]] = []
+        if self._lag and (cache.retention is not None or hasattr(executor, "drafter")):
+            what = "a retention policy" if cache.retention is not None else "a drafter"
+            msg = (
+                f"lag=1 with {what}: what a step leaves behind would be decided before it is "
+                "known; leave out one of them"
+            )
+            raise InputError(msg)
 
     def run(self) -> None:
         """Serve all requests that arrive.
@@ -417,11 +440,48 @@ class ServingLoop:
             batcher.computed()
         if arrivals.next_at <= now:
             self._take_arrivals(now)
+        if self._unseen:
+            self._queue_seen(self._began_ps // PS_PER_NS if self._stepped else now, now)
         if batcher.plan(now):
             self._planned(now)
         if arrivals.prefetch_at <= now:
             self._prefetch(now)
-        return bool(batcher.chunks or self.batch.size)
+        runs = bool(batcher.chunks or self.batch.size)
+        if self._lag and self._catch_up(now) and not runs:
+            return self.begin()
+        return runs
+
+    def _queue_seen(self, seen: int, now: int) -> None:
+        """Queue the jobs that had arrived at `seen` (ns), when the next step was planned."""
+        unseen, self._unseen = self._unseen, []
+        for at, job in unseen:
+            if at <= seen:
+                self.batcher.queue(job, now)
+            else:
+                self._unseen.append((at, job))
+
+    def _catch_up(self, now: int) -> bool:
+        """Let the cache and the jobs know what the last step has brought about.
+
+        Under a lag that is after the plan of the next one. Return False if nothing has run
+        since the plan before, so that another one would know no more.
+        """
+        stepped, self._stepped = self._stepped, False
+        filled, self._filled = self._filled, []
+        for job, seq, length in filled:
+            if job.seq is seq and seq.is_open:
+                if seq.tokens < length:
+                    self._cache.settle(seq, length)
+                self._cache.commit(seq, length - seq.computed, now)
+                self.batcher.computed()
+        late, self._late = self._late, []
+        for job in sorted(late, key=lambda job: 0 if job.seq is None else job.seq.admission):
+            if job in self.batcher.running:
+                self.batcher.finish(job, now)
+            self._arrivals.ended(job.request, now)
+        if late:
+            self._planned(now)
+        return stepped or bool(late)
 
     def end(self) -> None:
         """Run the step that was begun, or the steps up to the next event, to their end."""
@@ -466,6 +526,7 @@ class ServingLoop:
         `known` is what its job is from the start, where another server has begun with it.
         """
         self._serial += 1
+        served = request if self._longest is None else self._bounded(request)
         job = Job(
             request,
             self._serial,
@@ -473,7 +534,7 @@ class ServingLoop:
             self.steps,
             request.prompt_tokens,
             request.slo or self.log.slo,
-            output_tokens=request.output_tokens,
+            output_tokens=served.output_tokens,
             **known,
         )
         if self._cache.trace is not None:
@@ -481,6 +542,8 @@ class ServingLoop:
         why = self._unfit(request)
         if why:
             self._reject(job, why, now)
+        elif self._lag:
+            self._unseen.append((now, job))
         else:
             self.batcher.queue(job, now)
         return job
@@ -489,7 +552,27 @@ class ServingLoop:
         """Return why a request can never be served; "" if it can be."""
         if not request.prompt_tokens:
             return "its prompt is empty"
+        if self._longest is not None:
+            whole = self._bounded(request)
+            if not whole.output_tokens and request.output_tokens:
+                prompt, most = request.prompt_tokens, self._longest
+                return f"its prompt has {prompt:,} tokens, and max_model_len is {most:,}"
+            request = whole
+        if self._in_one is not None:
+            tokens = request.prompt_tokens + max(request.output_tokens - 1, 0)
+            if tokens > self._in_one:
+                return (
+                    f"its {tokens:,} tokens may have to be computed in one step, which has "
+                    f"{self._in_one:,} at most"
+                )
         return self.allocator.never_fits(request)
+
+    def _bounded(self, request: Request) -> Request:
+        """Return `request` with the output that `max_model_len` leaves room for."""
+        most = self._longest
+        if most is None or request.prompt_tokens + request.output_tokens <= most:
+            return request
+        return attrs.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request that announced it, unless it is here already."""
@@ -604,6 +687,8 @@ class ServingLoop:
             event = min(event, self.batcher.timers[0][0])
         if self.batcher.loads:
             event = min(event, self.batcher.loads[0][0])
+        if self.batcher.changed or self._unseen:
+            event = 0  # there is to be another plan after the next step, whatever that does
         pins = self._cache.tree.pins
         return lines, min(event, pins.next_end) if pins else event
 
@@ -632,6 +717,11 @@ class ServingLoop:
             named: block keys that they made known.
         """
         del prefill, decode
+        if self._lag:
+            self._stepped = True
+            self._began_ps = self.clock_ps
+            if steps > 1:
+                self._began_ps += took_ps - self._last_step_ps()
         self.clock_ps += took_ps
         self.log.steps += steps
         self.log.busy_ps += took_ps
@@ -650,6 +740,12 @@ class ServingLoop:
         if named:
             self._name(named, now)
         return now
+
+    def _last_step_ps(self) -> int:
+        """Return how long (ps) the last step of a jump took, which has just been run."""
+        batch = self.batch
+        before = [now - more for now, more in zip(batch.context, batch.growth, strict=True)]
+        return StepTimes(self._lines[batch.size], before, batch.growth).total(1)
 
     def _name(self, named: Iterable[tuple[Job, Sequence[Key]]], now: int) -> None:
         """Give generated blocks the keys that have become known."""
@@ -689,6 +785,9 @@ class ServingLoop:
         for job in [*self.batch.committers()]:
             seq = job.seq
             assert seq is not None
+            if self._lag:
+                self._filled.append((job, seq, job.length))
+                continue
             self._cache.settle(seq, job.length)
             before = seq.dropped_tokens
             self._cache.commit(seq, seq.tokens - seq.computed, now)
@@ -717,21 +816,14 @@ class ServingLoop:
 
     def _finish(self, jobs: list[Job], now: int) -> None:
         """DECODE_DONE: finish the jobs that have all their tokens, in order of admission."""
-        trace, arrivals = self._cache.trace, self._arrivals
         if len(jobs) > 1:
             jobs.sort(key=lambda job: 0 if job.seq is None else job.seq.admission)
         for job in jobs:
-            request = job.request
-            if trace is not None and job.seq is not None:
-                known = job.known_request()
-                trace.finish(
-                    now,
-                    request=request.id,
-                    seq=job.seq.id,
-                    output=job.output_tokens,
-                    # Those of other requests are in REQUEST already.
-                    output_keys=known.output_keys if isinstance(known, TextRequest) else None,
-                )
-            self.batcher.finish(job, now)
+            if self._lag:
+                self.batcher.retire(job)
+                self._late.append(job)
+            else:
+                self.batcher.finish(job, now)
             self.log.ended(job, now)
-            arrivals.ended(request, now)
+            if not self._lag:
+                self._arrivals.ended(job.request, now)

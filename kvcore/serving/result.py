@@ -74,7 +74,7 @@ def record_run(
         executor=executor.name,
         workload=workload if isinstance(workload, Workload) else None,
         plugins={plugin.kind: describe(plugin) for plugin in (scheduler, *executor.plugins)},
-        batching=attrs.asdict(batching),
+        batching=batching.as_dict(),
         latency=latency.coefficients(),
         rate_scale=rate_scale,
         **expected,

@@ -42,6 +42,11 @@ class CachedKeys:
         cached[keys[high]] = end - high * ratio
         return True
 
+    def begin(self, keys: list[Any], first: int) -> None:
+        """Let `keys` name blocks from position `first` on, those before being of other keys."""
+        whole, part = divmod(first, self._ratio)
+        self._blocks.setdefault(keys[whole], part)
+
     def remove(self, keys: list[Any], first: int, end: int) -> None:
         """Remove the last blocks stored of a prompt, `[first, end)`."""
         whole, part = divmod(first, self._ratio)

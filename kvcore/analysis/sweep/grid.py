@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 import attrs
 
 from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
-from kvcore.config.run_config import option_type, read_option, renamed
+from kvcore.config.run_config import RULES, option_type, read_option, renamed
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.plugins import Plugins, nearest
@@ -33,7 +33,8 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
-    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", "rate_scale"),
+    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", *RULES),
+    *("rate_scale", "like"),
     *("slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )

@@ -1,0 +1,54 @@
+"""Likenesses: the options that make the serving loop decide as an engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Likeness:
+    """What an engine decides by, as options of `RunConfig`.
+
+    Options that are given beside it win, as over defaults.
+
+    Attributes:
+        name: of the engine.
+        text: which release of it, and how its defaults were chosen.
+        options: values by name.
+    """
+
+    name: str
+    text: str
+    options: Mapping[str, Any]
+
+
+VLLM = Likeness(
+    "vllm",
+    "vLLM 0.33 V1 as `vllm serve` starts it on an H100: asynchronous scheduling, chunked "
+    "prefill and prefix caching. --lag 0 is --no-async-scheduling; --scheduler priority is "
+    "--scheduling-policy priority.",
+    {
+        "max_tokens": 8192,
+        "max_seqs": 1024,
+        "steps": "mixed",
+        "chunked": True,
+        "watermark": 0.0,
+        "unchunked": "wait",
+        "reserve": "chunk",
+        "commit": "scheduled",
+        "generated": "cached",
+        "admit_after_preemption": False,
+        "ties": "first",
+        "lag": 1,
+        "null_block": True,
+        "scheduler": "fcfs",
+        "eviction": "lru",
+        "prefix": "hashed",
+    },
+)
+
+LIKENESSES: Mapping[str, Likeness] = {each.name: each for each in (VLLM,)}
+"""The engines that kvcore can decide like, by name."""
