@@ -30,7 +30,7 @@ class Holders:
 
     A replica that holds a key holds those before it in the prompt, for keys are chained and
     caches evict from the tail. So the holders of a prompt's keys shrink from one key to the
-    next, and a search by halves finds where: a lookup costs O(holders · log keys), whatever the number
+    next, and bisection finds where: a lookup costs O(holders · log keys), whatever the number
     of replicas that hold nothing. A key costs one entry; the set of its holders is the bits
     of an integer, shared by all keys that have one holder.
     """
