@@ -446,9 +446,9 @@ class Batcher:
         ran = job.stage not in (WAITING, PAUSED)
         if ran:
             self._leave_batch(job)
+            self._keep_generated(job, now)
         else:
             self.withdraw(job, now)
-        self._keep_generated(job, now)
         if trace is not None and seq is not None:
             if job.stage == PAUSED:
                 trace.resume(now, request=job.request.id, seq=seq.id)
@@ -750,7 +750,8 @@ class Batcher:
             self.finish(job, now)
             self._victims.add(job)
             return
-        if job.stage == PAUSED:
+        paused = job.stage == PAUSED
+        if paused:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
@@ -762,7 +763,7 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
-        if level is None:
+        if level is None and not paused:
             self._keep_generated(job, now)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
@@ -849,9 +850,10 @@ class Batcher:
                 how=how,
                 requester=None if requester is None else requester.request.id,
             )
-        jobs = len(self.running) + len(self.waiting)
-        if self.without_progress > _PATIENCE + 10 * jobs:
-            pool = self._cache.pool
+        jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
+        # Those that get their blocks chunk by chunk may lose them again at every chunk.
+        chunks = 1 if self._whole else pool.blocks
+        if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "
