@@ -24,7 +24,7 @@ from kvcore.request import SLO, Request
 from kvcore.serving import Batching, Result
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace import Trace
-from kvcore.workloads import Workload, check_keys
+from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
@@ -203,7 +203,7 @@ def simulate_cluster(
     from kvcore.cluster import simulate_cluster as run_cluster  # noqa: PLC0415 - of several servers
     from kvcore.config import RunConfig  # noqa: PLC0415 - `import kvcore` is light
     from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - as above
-    from kvcore.progress import silent, ticked, unseen  # noqa: PLC0415 - as above
+    from kvcore.progress import silent, ticked  # noqa: PLC0415 - as above
 
     config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
     parts = ClusterParts(config, plugins)
@@ -212,8 +212,7 @@ def simulate_cluster(
         _traced(parts, trace) as written,
         (progress or silent)(f"simulating {source.name}", source.size) as tick,
     ):
-        requests = source if tick is unseen else ticked(check_keys(source), tick)
-        return run_cluster(requests, **parts.cluster(written), residency=residency)
+        return run_cluster(ticked(source, tick), **parts.cluster(written), residency=residency)
 
 
 def find_capacity(
