@@ -83,6 +83,17 @@ class ServingOptions(PoolOptions, total=False):
     steps: Literal["mixed", "prefill-first"]
     chunked: bool
     watermark: float
+    like: str | None
+    unchunked: Literal["alone", "wait"]
+    max_chunk: int | None
+    reserve: Literal["prompt", "chunk", "first-chunk"]
+    commit: Literal["computed", "scheduled"]
+    generated: Literal["keyed", "cached"]
+    admit_after_preemption: bool
+    ties: Literal["last", "first"]
+    lag: int
+    null_block: bool
+    max_model_len: int | None
     rate_scale: float
     slo: SLO | str | Mapping[str, float] | None
     seed: int | None

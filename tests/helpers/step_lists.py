@@ -191,7 +191,9 @@ class StepRecorder(SimulatedExecutor):
         tokens |= {job.request.id: 1 for job in decoding}
         for job in chain((job for job, _ in chunks), decoding):
             seen[job] = (job.seq, job.recomputes)
-        self.steps.append(Step(tokens, admitted, sorted(preempted), self.cache.available_blocks))
+        self.steps.append(
+            Step(tokens, admitted, sorted(preempted), self.cache.available_blocks)
+        )
         return super().run(work, chunks, decoding)
 
 
@@ -245,7 +247,9 @@ def encode(steps: Iterable[Step]) -> dict[str, Any]:
     return {"runs": runs, "free": [crc32(orjson.dumps(part)) for part in parts]}
 
 
-def decode(runs: Iterable[Sequence[Any]]) -> list[tuple[dict[int, int], dict[int, int], list[int]]]:
+def decode(
+    runs: Iterable[Sequence[Any]],
+) -> list[tuple[dict[int, int], dict[int, int], list[int]]]:
     """Return tokens, admissions and preempted requests of each step of `runs`."""
     steps: list[tuple[dict[int, int], dict[int, int], list[int]]] = []
     tokens: dict[int, int] = {}

@@ -165,7 +165,9 @@ class _Driver:
                 for each in scheduler.running
                 if each not in running
             }
-            lost = sorted(int(each.request_id) for each in running if each.status == Status.PREEMPTED)
+            lost = sorted(
+                int(each.request_id) for each in running if each.status == Status.PREEMPTED
+            )
             free = self.pool.get_num_free_blocks()
             if self.hashes.duplicates > before:
                 self.duplicates.append(len(self.steps))
