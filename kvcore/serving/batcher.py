@@ -449,9 +449,9 @@ class Batcher:
         ran = job.stage not in (WAITING, PAUSED)
         if ran:
             self._leave_batch(job)
+            self._keep_generated(job, now, complete=not self.batching.lag)
         else:
             self.withdraw(job, now)
-        self._keep_generated(job, now, complete=not self.batching.lag)
         if trace is not None and seq is not None:
             if job.stage == PAUSED:
                 trace.resume(now, request=job.request.id, seq=seq.id)
@@ -755,7 +755,8 @@ class Batcher:
             self.finish(job, now, complete=False)
             self._victims.add(job)
             return
-        if job.stage == PAUSED:
+        paused = job.stage == PAUSED
+        if paused:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
@@ -767,7 +768,7 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
-        if level is None:
+        if level is None and not paused:
             # Under a lag, to give it the slot of its next token has named the one before.
             served = job.seq is not None and job.seq.tokens > job.length
             self._keep_generated(job, now, complete=served or not self.batching.lag)
@@ -855,9 +856,10 @@ class Batcher:
                 how=how,
                 requester=None if requester is None else requester.request.id,
             )
-        jobs = len(self.running) + len(self.waiting)
-        if self.without_progress > _PATIENCE + 10 * jobs:
-            pool = self._cache.pool
+        jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
+        # Those that get their blocks chunk by chunk may lose them again at every chunk.
+        chunks = 1 if self._whole else pool.blocks
+        if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "

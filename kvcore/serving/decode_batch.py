@@ -533,7 +533,8 @@ class DecodeAllocator:
         request = job.request if target is None else job.known_request()
         resumed = target is not None
         if most is not None:
-            if whole and not self.fits(job, now, reserve):
+            # Alone it fits in the end: what clients have pinned yields to it.
+            if whole and self._cache.sequences and not self.fits(job, now, reserve):
                 return None
             hit = self._cache.probe(request, now, target)
             most = min(most, job.target - hit * self._block_size)
