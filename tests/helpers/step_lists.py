@@ -112,7 +112,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
         outputs = min(outputs, max_tokens // 4)
     # So many steps apart that seats or tokens are about to run out, or far too close.
     apart = outputs / max_seqs * (0.2 + rng.random())
-    whole = rng.random() < 1 / 8  # some prompts end where a block does
+    whole = rng.random() < 1 / 16  # some prompts end where a block does
     made: list[Request] = []
     prompts: list[list[int]] = []
     arrival = fresh = 0
@@ -122,7 +122,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
             earlier = prompts[below(len(prompts))]
             shared = earlier[: 1 + below(len(earlier))]
         tokens = max(1, len(shared) * block_size + 1 + below(longest * rng.random() ** 2))
-        tokens = min(tokens, 2 * longest)
+        tokens = min(tokens, 2 * longest - 1)
         if whole and rng.random() < 1 / 4:
             tokens = max(1, tokens // block_size) * block_size
         full = tokens // block_size
@@ -185,7 +185,7 @@ class StepRecorder(SimulatedExecutor):
                 del seen[job]
         admitted = {}
         for job, _ in chunks:
-            if job not in seen:
+            if job not in seen or job.seq is not seen[job][0]:
                 admitted[job.request.id] = job.computed
         tokens = {job.request.id: count for job, count in chunks}
         tokens |= {job.request.id: 1 for job in decoding}

@@ -116,6 +116,7 @@ class _Driver:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.pool.cached_block_hash_to_block = self.hashes
         self.arrivals = deque(server.requests)
+        self.lost = []
         self.steps, self.duplicates, self.over = [], [], 0
 
     def run(self):
@@ -158,6 +159,8 @@ class _Driver:
         running = scheduler.running.copy()
         plan = scheduler.schedule()
         tokens = plan.num_scheduled_tokens
+        # Those of an empty plan are told of the next one.
+        self.lost += [int(each.request_id) for each in running if each.status == Status.PREEMPTED]
         if tokens:
             named = {int(name): count for name, count in tokens.items()}
             admitted = {
@@ -165,9 +168,7 @@ class _Driver:
                 for each in scheduler.running
                 if each not in running
             }
-            lost = sorted(
-                int(each.request_id) for each in running if each.status == Status.PREEMPTED
-            )
+            lost, self.lost = sorted(self.lost), []
             free = self.pool.get_num_free_blocks()
             if self.hashes.duplicates > before:
                 self.duplicates.append(len(self.steps))
