@@ -207,7 +207,9 @@ class TraceChecker:
         self._retention = plugins["retention"].name if "retention" in plugins else None
         self._ratio = self.state.layout.ratio
         self._size = header.block_size
-        self._order = AllocationOrder(header.blocks)
+        prefix = plugins.get("prefix")
+        leaves = prefix is not None and prefix.options.get("evict") == "leaf"
+        self._order = AllocationOrder(header.blocks, leaves=leaves)
         self._cached_keys = CachedKeys(self._ratio)
         self._last_sequence = self._last_span = 0
         # The request whose call dropped expired spans last: its MISS may say so.
