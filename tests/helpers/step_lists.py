@@ -47,7 +47,7 @@ class Step:
         tokens: tokens that are scheduled, by request.
         admitted: tokens that hit at the admission, by request that this plan admits.
         preempted: requests that lose their blocks in this plan, sorted.
-        free: blocks that are free or evictable when it begins, and the steps before it are over.
+        free: blocks that are free or evictable when it begins and those before it are over.
     """
 
     tokens: dict[int, int]
@@ -259,9 +259,7 @@ def encode(steps: Iterable[Step]) -> dict[str, Any]:
             runs[-1][0] += 1
             continue
         changed = {name: 0 for name in before if name not in step.tokens}
-        for name, tokens in step.tokens.items():
-            if before.get(name) != tokens:
-                changed[name] = tokens
+        changed |= {name: n for name, n in step.tokens.items() if before.get(name) != n}
         runs.append([1, _flat(changed), _flat(step.admitted), step.preempted])
         before = step.tokens
     parts = (frees[at : at + FREE_STEPS] for at in range(0, len(frees), FREE_STEPS))

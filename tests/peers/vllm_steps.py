@@ -225,7 +225,7 @@ def _scheduler(server):
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
     )
-    grammar = SimpleNamespace(accept_tokens=lambda request, tokens: True)
+    grammar = SimpleNamespace(accept_tokens=lambda *_: True)
     kind = scheduling.get_scheduler_cls()
     return kind(config, layers, grammar, block_size=server.block_size)
 
