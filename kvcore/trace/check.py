@@ -213,7 +213,9 @@ class TraceChecker:
         self._longest = longest if isinstance(longest, int) else None
         in_one = caps.get("max_tokens") if waits and caps.get("chunked") is False else None
         self._in_one = in_one if isinstance(in_one, int) else None
-        self._order = AllocationOrder(header.blocks)
+        prefix = plugins.get("prefix")
+        leaves = prefix is not None and prefix.options.get("evict") == "leaf"
+        self._order = AllocationOrder(header.blocks, leaves=leaves)
         self._cached_keys = CachedKeys(self._ratio)
         self._last_sequence = self._last_span = 0
         # The request whose call dropped expired spans last: its MISS may say so.
