@@ -488,13 +488,17 @@ class KVCache:
     def publish(self, seq: Sequence, tokens: int, now: int) -> None:
         """Make the full keyed blocks shareable that the next `tokens` tokens of `seq` fill.
 
-        Nothing may read them before these are computed, which `commit` says.
+        Nothing may read them before these are computed, which `commit` says. Where another
+        sequence is ahead with the same keys, its blocks take their place only then.
 
         Raises:
             PolicyError: a plugin failed.
         """
-        upto = min((seq.computed + tokens) // self.geometry.block_size, seq.cacheable)
-        if upto > seq.span.end and not seq.holes:
+        span, geometry = seq.span, self.geometry
+        upto = min((seq.computed + tokens) // geometry.block_size, seq.cacheable)
+        if upto <= span.end or seq.holes:
+            return
+        if not span.children or seq.keys[span.end // geometry.ratio] not in span.children:
             self.now = now
             self.tree.commit(seq, upto, now)
 

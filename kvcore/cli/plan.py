@@ -68,6 +68,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
 @shared("model")
 @shared("device")
 @shared("codec")
+@shared("weights_dtype")
 @shared("memory", text="Bytes of K/V in the pool of a replica, at most.  [default: what fits]")
 @batching_options
 @traffic_options

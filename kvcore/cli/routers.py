@@ -70,6 +70,7 @@ def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]
 @shared("device")
 @shared("tensor_parallel")
 @shared("codec")
+@shared("weights_dtype")
 @shared("blocks", text="Number of KV blocks in a pool.  [default: as many as fit]")
 @shared("memory")
 @batching_options

@@ -146,7 +146,7 @@ HEADINGS = {
     "Requests": (
         *("limit", "window", "shrink", "prompts", "max_output", "rate_scale", "slo"),
         *("stop_at_eos", "check", "text", "prompt_tokens", "tokens", "texts", "needles"),
-        "announce",
+        *("announce", "where", "by", "rounds", "spread"),
     ),
     "Model and device": (
         *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),

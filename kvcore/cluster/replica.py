@@ -167,7 +167,8 @@ class ReplicaLoop(ServingLoop):
 
     def wake(self, now: int) -> None:
         """Move the clock of an idle loop to `now` (ns)."""
-        self.clock_ps = max(self.clock_ps, now * PS_PER_NS)
+        if self.clock_ps < now * PS_PER_NS:
+            self.clock_ps = now * PS_PER_NS
 
     def idle_until(self) -> int:
         """Return when (ns) an idle loop has something to do by itself, or NEVER."""

@@ -216,7 +216,11 @@ class RunParts:
         return {
             "workload": self.workload,
             "seed": self.config.seed,
-            "model": {"name": self.model.name, "codec": self._codec_text()},
+            "model": {
+                "name": self.model.name,
+                "codec": self._codec_text(),
+                **self._weights(),
+            },
             "device": {"name": self.device.name, "count": self.deployment.devices},
             "recompute": cost_fields(PrefillCost.of(self.model, self.device)),
         }
@@ -236,6 +240,7 @@ class RunParts:
             "device": self.device.name,
             "tensor_parallel": self.deployment.devices,
             "codec": self._codec_text(),
+            **self._weights(),
             "bytes_per_block": self._block_bytes(),
             "plugins": {p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
             "tiers": [plain(describe(p)) for p in used if p.kind == "tier"],
@@ -259,7 +264,10 @@ class RunParts:
             if given is None:
                 msg = "no model is given: name one, such as llama-3-8b"
                 raise InputError(msg)
-            return given if isinstance(given, ModelSpec) else load_model(given)
+            dtype = self.config.weights_dtype
+            if isinstance(given, ModelSpec):
+                return given.with_weights(dtype) if dtype else given
+            return load_model(given, dtype)
 
     def _source(self) -> Workload:
         """Return the part of the workload that was asked for."""
@@ -342,6 +350,11 @@ class RunParts:
     def _codec_text(self) -> str:
         """Return how K/V is kept, as headers and reports say it."""
         return str(self.codec)
+
+    def _weights(self) -> dict[str, str]:
+        """Return the number format of the weights as headers and reports say it, if given."""
+        dtype = self.config.weights_dtype
+        return {} if dtype is None else {"weights_dtype": dtype}
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block."""
@@ -460,6 +473,10 @@ class EngineParts(RunParts):
 
     def _served(self) -> ModelSpec:
         """Build the generator and the backend; return the model that the generator is."""
+        with self._about("weights_dtype"):
+            if self.config.weights_dtype is not None:
+                msg = "a run on tensors has the weights of its generator: leave it out"
+                raise InputError(msg)
         named: dict[str, Any] = {}
         model, choice = self.config.model, self.config.generator
         if model is not None and isinstance(choice, Spec):

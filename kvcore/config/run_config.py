@@ -29,7 +29,7 @@ import attrs
 from kvcore.config.like import LIKENESSES
 from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER
-from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.models.spec import DeviceSpec, ModelSpec, WeightDtype
 from kvcore.plugins import Plugin
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, as_text, nearest, parse
@@ -118,9 +118,9 @@ RULES = (
 """Options by which engines differ: the fields of `Batching` that are no limits of a step."""
 
 OF_REPLICAS = (
-    *("model", "device", "tensor_parallel", "codec", "blocks", "memory", "eviction", "prefix"),
-    *("retention", "tier", "latency", "scheduler", "drafter", "max_tokens", "max_seqs"),
-    *("steps", "chunked", "watermark", *RULES),
+    *("model", "device", "tensor_parallel", "codec", "weights_dtype", "blocks", "memory"),
+    *("eviction", "prefix", "retention", "tier", "latency", "scheduler", "drafter"),
+    *("max_tokens", "max_seqs", "steps", "chunked", "watermark", *RULES),
 )
 """Options that servers of a cluster may have of their own."""
 
@@ -162,6 +162,8 @@ class RunConfig:
             kept. They size the pool, price a block, and time steps. In mode `run` a `model`
             of None is the generator's own, and a `codec` of None keeps numbers as they are
             computed.
+        weights_dtype: the number format of the weights, which take memory beside the pool and
+            are read in each step; None: as released. Not in mode `run`.
         accounting: how blocks are counted, `keys` or `tokens`; None: `tokens` under a clock,
             `keys` without one. A run under a clock knows `tokens` alone.
         block_size: tokens in a block; None: 16 under a clock, else as many as in a key.
@@ -220,6 +222,9 @@ class RunConfig:
     tensor_parallel: int = _option(4, "Number of GPUs that share the model.")
     codec: PluginChoice | None = _option(
         Spec("fp16"), "Codec: how K/V is kept, such as fp16, int8 or kivi:bits=2."
+    )
+    weights_dtype: WeightDtype | None = _option(
+        None, "Number format of the weights, if not as released."
     )
     accounting: Literal["keys", "tokens"] | None = _option(
         None, "Count blocks by whole keys of the workload, or by tokens."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
@@ -22,7 +22,10 @@ _BYTES_OF_32 = {
 }
 
 
-WEIGHT_DTYPES = tuple(_BYTES_OF_32)
+WeightDtype: TypeAlias = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "mxfp4"]
+"""A number format that weights may have."""
+
+WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype)
 
 # Far above any model there is, and low enough that no product of them takes long.
 MAX_LAYERS = 100_000

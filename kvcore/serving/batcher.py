@@ -404,11 +404,14 @@ class Batcher:
             self._cache.settle(job.seq, job.request.prompt_tokens + job.output_tokens - 1)
         job.stage = DONE
 
-    def finish(self, job: Job, now: int) -> None:
-        """FINISH: give back the slot and the blocks of `job`, which has all its tokens."""
+    def finish(self, job: Job, now: int, *, complete: bool = True) -> None:
+        """FINISH: give back the slot and the blocks of `job`, which has all its tokens.
+
+        It is not `complete` while the last of them is on the way, as it can be under a lag.
+        """
         if self._keeps:
             self.retire(job)
-            self._keep_generated(job, now)
+            self._keep_generated(job, now, complete=complete)
         trace, seq = self._cache.trace, job.seq
         if trace is not None and seq is not None:
             known = job.known_request()
@@ -446,9 +449,9 @@ class Batcher:
         ran = job.stage not in (WAITING, PAUSED)
         if ran:
             self._leave_batch(job)
+            self._keep_generated(job, now, complete=not self.batching.lag)
         else:
             self.withdraw(job, now)
-        self._keep_generated(job, now)
         if trace is not None and seq is not None:
             if job.stage == PAUSED:
                 trace.resume(now, request=job.request.id, seq=seq.id)
@@ -476,6 +479,8 @@ class Batcher:
             self._allocator.allocated_until = step + 1
             return
         while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
+            if not self._whole:
+                self._allocator.serve_first(now)
             self._recompute(self._last(now), now)
 
     def _admit(self, now: int) -> None:
@@ -747,10 +752,11 @@ class Batcher:
         that has all its tokens needs them no more.
         """
         if job.stage == DONE:
-            self.finish(job, now)
+            self.finish(job, now, complete=False)
             self._victims.add(job)
             return
-        if job.stage == PAUSED:
+        paused = job.stage == PAUSED
+        if paused:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
@@ -762,8 +768,10 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
-        if level is None:
-            self._keep_generated(job, now)
+        if level is None and not paused:
+            # Under a lag, to give it the slot of its next token has named the one before.
+            served = job.seq is not None and job.seq.tokens > job.length
+            self._keep_generated(job, now, complete=served or not self.batching.lag)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
@@ -787,16 +795,15 @@ class Batcher:
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
         del self.running[job]
 
-    def _keep_generated(self, job: Job, now: int) -> None:
+    def _keep_generated(self, job: Job, now: int, *, complete: bool) -> None:
         """Let the full blocks that `job` has generated stay cached, if all do.
 
-        Under a lag the newest token of a job that is preempted is not known yet, nor the block
-        that it fills.
+        If it is not `complete`, its newest token is not known yet, nor the block that it fills.
         """
         if not self._keeps or job.seq is None:
             return
         tokens = job.computed if job.prefill_left else max(job.computed, job.length)
-        if self.batching.lag and job.stage != DONE and tokens > job.computed:
+        if not complete and tokens > job.computed:
             tokens -= 1
         self._cache.keep_generated(job.seq, tokens, now)
 
@@ -849,9 +856,10 @@ class Batcher:
                 how=how,
                 requester=None if requester is None else requester.request.id,
             )
-        jobs = len(self.running) + len(self.waiting)
-        if self.without_progress > _PATIENCE + 10 * jobs:
-            pool = self._cache.pool
+        jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
+        # Those that get their blocks chunk by chunk may lose them again at every chunk.
+        chunks = 1 if self._whole else pool.blocks
+        if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "

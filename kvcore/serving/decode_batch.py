@@ -488,6 +488,7 @@ class DecodeAllocator:
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0
+        self._served: set[Job] = set()
         self._cache = cache
         self._batch = batch
         self._by_count = cache.counts_only
@@ -532,7 +533,8 @@ class DecodeAllocator:
         request = job.request if target is None else job.known_request()
         resumed = target is not None
         if most is not None:
-            if whole and not self.fits(job, now, reserve):
+            # Alone it fits in the end: what clients have pinned yields to it.
+            if whole and self._cache.sequences and not self.fits(job, now, reserve):
                 return None
             hit = self._cache.probe(request, now, target)
             most = min(most, job.target - hit * self._block_size)
@@ -568,7 +570,8 @@ class DecodeAllocator:
         The slot of its next token counts if it is allocated.
         """
         assert job.seq is not None
-        allocated = self.allocated_until > self._batch.steps.count
+        allocated = self.allocated_until > self._batch.steps.count or job in self._served
+        self._served.discard(job)
         self._cache.settle(job.seq, job.length + allocated)
 
     def next_step(self, now: int) -> bool:
@@ -579,11 +582,24 @@ class DecodeAllocator:
             jobs = batch.growing(step)
             if jobs is not None:
                 cache = self._cache
+                if self._served:
+                    jobs = [job for job in jobs if job not in self._served]
                 if len(jobs) > cache.available_blocks and not cache.make_room(len(jobs), now):
                     return False
                 self._grow(jobs, 0, now)
+                self._served.clear()
             self.allocated_until = step + 1
         return True
+
+    def serve_first(self, now: int) -> None:
+        """Allocate for the first jobs of the next step, for which not all have room.
+
+        What they evict is gone, however many blocks a preemption then frees.
+        """
+        jobs = self._batch.growing(self._batch.steps.count) or []
+        jobs = [job for job in jobs if job not in self._served][: self._cache.available_blocks]
+        self._grow(jobs, 0, now)
+        self._served.update(jobs)
 
     def jump(
         self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None

@@ -207,6 +207,12 @@ class TraceChecker:
         self._retention = plugins["retention"].name if "retention" in plugins else None
         self._ratio = self.state.layout.ratio
         self._size = header.block_size
+        caps = header.batching or {}
+        # The most tokens of a sequence, and of one that is computed in one step or never.
+        longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
+        self._longest = longest if isinstance(longest, int) else None
+        in_one = caps.get("max_tokens") if waits and caps.get("chunked") is False else None
+        self._in_one = in_one if isinstance(in_one, int) else None
         prefix = plugins.get("prefix")
         leaves = prefix is not None and prefix.options.get("evict") == "leaf"
         self._order = AllocationOrder(header.blocks, leaves=leaves)
@@ -331,7 +337,10 @@ class TraceChecker:
             if self._tiers is None or not self.lifecycles.is_announced(event.id):
                 violated(f"request {event.id!r} has a REQUEST line already")
             self._tiers.arrive(event, known)
-        self.lifecycles.arrive(event.id, event.output)
+        output = event.output
+        if self._longest is not None:
+            output = min(output, max(0, self._longest - event.prompt))
+        self.lifecycles.arrive(event.id, output)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         if self._tiers is None:
@@ -707,14 +716,19 @@ class TraceChecker:
             )
 
     def _must_not_fit(self, prompt: TracedPrompt) -> None:
-        """Check that a request which a server rejects is empty, or larger than the pool.
+        """Check that a request which a server rejects is empty, or too large for it.
 
         By the wall clock a client may leave before its request is admitted.
         """
         if self.state.header.mode == "wall":
             return
         output = self.lifecycles.output(prompt.id)
-        need = self.state.layout.blocks_for(self.state.layout.tokens_of(prompt, output))
+        tokens = self.state.layout.tokens_of(prompt, output)
+        need = self.state.layout.blocks_for(tokens)
+        if self._longest is not None and prompt.tokens >= self._longest:
+            return
+        if self._in_one is not None and tokens > self._in_one:
+            return
         if prompt.tokens and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 

@@ -104,9 +104,11 @@ class Roofline(LatencyModel):
             _whole(layout.bytes_per_layer * layers[window] / kv_bandwidth)
             for window in self._windows
         )
-        byte = 1 / (bandwidth * self.tensor_parallel)
+        byte = (PS_PER_S << SHIFT) / (bandwidth * self.tensor_parallel)
+        over, under = byte.as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
-        self._weights = lru_cache(4096)(lambda n: _fine(model.weight_bytes_read(n) * byte))
+        read = model.weight_bytes_read
+        self._weights = lru_cache(4096)(lambda n: -(-read(n) * over // under))
 
     @property
     def windows(self) -> Windows:

@@ -1,6 +1,7 @@
 """The built-in workloads: recorded traces of several formats, and synthetic requests."""
 
 from kvcore_plugins.workload.azure import Azure
+from kvcore_plugins.workload.bench import Bench
 from kvcore_plugins.workload.chat import Chat
 from kvcore_plugins.workload.jsonl import Jsonl
 from kvcore_plugins.workload.kv_events import KvEvents
@@ -13,6 +14,7 @@ from kvcore_plugins.workload.zipf import Zipf
 
 __all__ = [
     "Azure",
+    "Bench",
     "Chat",
     "Jsonl",
     "KvEvents",

@@ -1,0 +1,256 @@
+"""Rows of measured servers: what served what under which load, and how fast it was."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+import orjson
+
+from kvcore.config.run_config import OF_REPLICAS, read_option, shown
+from kvcore.errors import InputError, PluginError
+from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.plugins.options import nearest
+from kvcore.workloads import lines
+
+MEASURES = ("ttft", "tpot", "throughput")
+"""What a row may have measured: mean seconds, mean seconds, output tokens a second."""
+
+LOAD = ("input_tokens", "output_tokens", "concurrency", "rate", "requests", "spread")
+"""The columns of the load: those of the workload plugin `bench`."""
+
+NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
+"""Columns that no row leaves out, besides a load and a measure."""
+
+LABELS = ("id", "engine", "version", "source")
+"""Columns that say where a row comes from."""
+
+OPTIONS = (*OF_REPLICAS, "block_size", "like")
+"""Columns that are options of a server, of `RunConfig`."""
+
+COLUMNS = (*LABELS, *LOAD, *MEASURES, *OPTIONS)
+"""All columns that a row may have."""
+
+AIC = "aic"
+"""In place of a file: the samples of the package aiconfigurator-core."""
+
+_NUMBERS = (*LOAD, *MEASURES)
+_AIC_COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
+_CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
+_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
+_WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
+
+Taken: TypeAlias = "Measured | str"
+"""A row that can be simulated, or why it cannot."""
+
+
+@attrs.frozen
+class Measured:
+    """One measurement.
+
+    Attributes:
+        line: number of its line in the file, from 1.
+        labels: its id, engine, version and source, where they are given.
+        options: options of `RunConfig`: the model, device, and what else is known.
+        load: options of the workload `bench`.
+        values: what was measured, by the names of `MEASURES`.
+    """
+
+    line: int
+    labels: Mapping[str, str]
+    options: Mapping[str, Any]
+    load: Mapping[str, Any]
+    values: Mapping[str, float]
+
+    def label(self, names: str) -> str:
+        """Return the value of a column, or of several with `+` between their names.
+
+        A column that the row does not have is `-`.
+        """
+        known = {**self.load, **self.options, **self.labels}
+        return " ".join(str(known.get(name, "-")) for name in names.split("+"))
+
+
+def read_measured(path: str | Path) -> Iterator[Taken]:
+    """Yield the rows of a file of measurements; of those that are no such row, why.
+
+    A CSV file with a header, or JSON Lines: columns are those of `MEASURES`, `LOAD` and
+    `LABELS`, and options of `RunConfig`; a cell that is empty is not given. Or the silicon
+    samples of AIConfigurator (Apache-2.0), which `aic` names where the package is installed.
+
+    Raises:
+        InputError: no such file, an unknown column, or a cell that cannot be read; names
+            file, line and column.
+        PluginError: `aic`, and the package is not installed.
+    """
+    path = _samples() if str(path) == AIC else Path(path)
+    for line, fields in _rows(path):
+        if fields.keys() >= _AIC_COLUMNS:
+            yield _silicon(path, line, fields)
+            continue
+        try:
+            check_columns(fields)
+            yield _own(line, {k: v for k, v in fields.items() if v not in ("", None)})
+        except InputError as error:
+            msg = f"{path}:{line}: {error}"
+            raise InputError(msg) from error
+
+
+def check_columns(names: Iterable[str]) -> None:
+    """Refuse a name that is none of `COLUMNS`.
+
+    Raises:
+        InputError: names the nearest one, and all that there are.
+    """
+    for name in names:
+        if name not in COLUMNS:
+            known = ", ".join(COLUMNS)
+            msg = f"there is no column {name!r}{nearest(name, COLUMNS)}. There are: {known}"
+            raise InputError(msg)
+
+
+def _samples() -> Path:
+    """Return the path of AIConfigurator's samples, without importing the package."""
+    found = find_spec("aiconfigurator_core")
+    for place in (found and found.submodule_search_locations) or ():
+        path = Path(place) / "systems" / "silicon_sample.csv"
+        if path.is_file():
+            return path
+    msg = (
+        "the measurements `aic` come with the package aiconfigurator-core, which is not "
+        "installed: pip install aiconfigurator-core, or name a file"
+    )
+    raise PluginError(msg)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line and its fields: of a JSON object, or of a table."""
+    header: list[str] = []
+    for number, line in lines(path):
+        if line.lstrip().startswith(b"{"):
+            try:
+                yield number, orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                msg = f"{path}:{number}: not a JSON object: {error}"
+                raise InputError(msg) from error
+            continue
+        try:
+            (cells,) = csv.reader([line.decode().rstrip("\r\n")], strict=True)
+        except (csv.Error, UnicodeDecodeError) as error:
+            msg = f"{path}:{number}: not a row of a table: {error}"
+            raise InputError(msg) from error
+        cells = [cell.strip() for cell in cells]
+        if not header:
+            header = cells
+            twice = [name for name, times in Counter(header).items() if times > 1]
+            if twice:
+                msg = f"{path}:{number}: two columns are called {twice[0]!r}"
+                raise InputError(msg)
+        elif len(cells) != len(header):
+            msg = f"{path}:{number}: {len(cells)} cells under {len(header)} columns"
+            raise InputError(msg)
+        else:
+            yield number, dict(zip(header, cells, strict=True))
+
+
+def _own(line: int, fields: Mapping[str, Any]) -> Measured:
+    """Read a row whose columns have the names of kvcore."""
+    for name in NEEDED:
+        if name not in fields:
+            msg = f"a row needs a value of {name}"
+            raise InputError(msg)
+    if not fields.keys() & {"concurrency", "rate"}:
+        msg = "a row needs a concurrency (of a closed loop) or a rate (requests/s, or inf)"
+        raise InputError(msg)
+    numbers = {name: _number(name, fields[name]) for name in _NUMBERS if name in fields}
+    values = {name: numbers[name] for name in MEASURES if name in numbers}
+    if not values:
+        msg = f"a row needs something measured: {', '.join(MEASURES)}"
+        raise InputError(msg)
+    options = {
+        name: read_option(name, _typed(fields[name])) for name in OPTIONS if name in fields
+    }
+    labels = {name: str(fields[name]) for name in LABELS if name in fields}
+    load = {name: numbers[name] for name in LOAD if name in numbers}
+    return Measured(line, labels, options, load, values)
+
+
+def _number(name: str, cell: Any) -> int | float:
+    """Return a number of a cell, which may be as text."""
+    value: Any = _typed(cell)
+    least = 0 if name == "spread" else 1
+    if name in ("rate", *MEASURES, "spread"):
+        finite = isinstance(value, int | float) and isfinite(value) and not value < 0
+        if not isinstance(value, bool) and finite and (value or not least):
+            return float(value)
+        if name == "rate" and cell in ("inf", inf):
+            return inf
+        expected = "a number above 0" if least else "a share"
+    elif type(value) is int and value >= least:
+        return int(value)
+    else:
+        expected = "a whole number from 1"
+    msg = f"{name} {shown(cell)}: expected {expected}"
+    raise InputError(msg)
+
+
+def _typed(cell: Any) -> Any:
+    """Return true, false and numbers of a table as such; other text stays."""
+    if not isinstance(cell, str):
+        return cell
+    try:
+        value = orjson.loads(cell)
+    except orjson.JSONDecodeError:
+        return cell
+    return value if isinstance(value, bool | int | float) else cell
+
+
+def _silicon(path: Path, line: int, fields: Mapping[str, str]) -> Taken:
+    """Read a row of AIConfigurator's samples."""
+    found = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
+    concurrency = found[1] if found else ""
+    model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
+    device = fields["system"].removesuffix("_sxm")
+    weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
+    released = MODELS[model].expert_dtype if model in MODELS else None
+    unlike = {
+        "prefill and decode on servers of their own": fields.get("mode", "agg") != "agg",
+        "no concurrency recorded": not concurrency,
+        "attention or requests divided among replicas": concurrency != fields["batch_size"],
+        "pipeline stages": fields.get("pp_size", "1") not in ("", "1"),
+        f"model {model} is not in the catalogue": released is None,
+        f"device {device} is not in the catalogue": device not in DEVICES,
+        "weights in nvfp4": weights == "nvfp4" and released != "mxfp4",
+    }
+    problem = next((why for why, holds in unlike.items() if holds), None)
+    if problem is not None:
+        return problem
+    dtype = _WEIGHTS.get(weights)
+    row: dict[str, Any] = {
+        "id": fields.get("id"),
+        "engine": fields.get("backend"),
+        "version": fields.get("backend_version"),
+        "model": model,
+        "device": device,
+        "tensor_parallel": fields.get("tp_size"),
+        "weights_dtype": dtype,
+        "codec": "fp8" if dtype == "fp8" else "fp16",
+        "input_tokens": fields.get("isl"),
+        "output_tokens": fields.get("osl"),
+        "concurrency": concurrency,
+    }
+    try:
+        for name in ("ttft", "tpot"):
+            cell = fields[f"silicon_{name}_ms"]
+            row[name] = float(cell) / 1000 if cell else None
+        return _own(line, {name: value for name, value in row.items() if value})
+    except (InputError, ValueError) as error:
+        msg = f"{path}:{line}: {error}"
+        raise InputError(msg) from error

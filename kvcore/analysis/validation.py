@@ -1,0 +1,214 @@
+"""Measured servers beside simulated ones: the errors of TTFT, TPOT and throughput."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+
+from kvcore.analysis.measured import MEASURES, Measured, check_columns, read_measured
+from kvcore.config import RunConfig, RunParts
+from kvcore.config.like import LIKENESSES
+from kvcore.config.run_config import check_names, option_names
+from kvcore.errors import InputError, PolicyError
+from kvcore.histogram import nearest_rank
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import Spec, as_text
+from kvcore.progress import Progress, silent
+from kvcore.serving import Result, simulate
+from kvcore.units import check_whole
+
+ROUNDS, SPREAD = 4, 0.2
+"""Requests of each client of a closed loop, and the share by which lengths vary."""
+
+REQUESTS = 1_000
+"""Requests of an open loop."""
+
+GROUPS = ("model", "device", "engine", "tensor_parallel", "weights_dtype", "concurrency")
+"""By which rows are grouped, each for itself."""
+
+
+@attrs.frozen
+class Errors:
+    """Relative errors of one measure over some rows: simulated / measured - 1.
+
+    Attributes:
+        rows: how many rows these are.
+        signed: the median error; below 0 where the simulator's figure is too small.
+        absolute, p90: the median and the 90th percentile of the absolute errors.
+    """
+
+    rows: int
+    signed: float
+    absolute: float
+    p90: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Errors | None:
+        """Return the statistics of some errors; None without any."""
+        if not errors:
+            return None
+        absolute = sorted(map(abs, errors))
+        p90 = absolute[nearest_rank(90, len(absolute)) - 1]
+        return cls(len(errors), median(errors), median(absolute), p90)
+
+
+@attrs.frozen
+class Compared:
+    """A measured row and its simulation.
+
+    Attributes:
+        row: what was measured.
+        options: the options of `RunConfig` with which it was simulated, but for the workload.
+        config: the configuration that they are.
+        values: what the simulation has, by the names of `MEASURES`.
+    """
+
+    row: Measured
+    options: Mapping[str, Any]
+    config: RunConfig
+    values: Mapping[str, float]
+
+    def error(self, measure: str) -> float | None:
+        """Return simulated / measured - 1; None if that was not measured."""
+        measured, simulated = self.row.values.get(measure), self.values.get(measure)
+        return None if measured is None or simulated is None else simulated / measured - 1
+
+
+@attrs.frozen
+class Validation:
+    """Measured rows beside their simulations.
+
+    Attributes:
+        source: the file.
+        compared: the rows that were simulated, in the order of the file.
+        left_out: how many rows were not, by reason.
+    """
+
+    source: str
+    compared: list[Compared]
+    left_out: Mapping[str, int]
+
+    @property
+    def measures(self) -> list[str]:
+        """Those of `MEASURES` that any row has."""
+        return [name for name in MEASURES if self.errors(name) is not None]
+
+    def errors(self, measure: str, of: Iterable[Compared] | None = None) -> Errors | None:
+        """Return the errors of a measure over some rows (None: all); None without any."""
+        found = (each.error(measure) for each in (self.compared if of is None else of))
+        return Errors.of([error for error in found if error is not None])
+
+    def groups(self, by: str) -> dict[str, list[Compared]]:
+        """Return the rows by the value of a column, or of several: `model+engine`."""
+        check_columns(by.split("+"))
+        found: dict[str, list[Compared]] = {}
+        for each in self.compared:
+            found.setdefault(each.row.label(by), []).append(each)
+        return dict(sorted(found.items(), key=_natural))
+
+    def worst(self, measure: str, most: int = 5) -> list[Compared]:
+        """Return the rows that are furthest off in a measure."""
+        off = {id(each): each.error(measure) for each in self.compared}
+        rows = [each for each in self.compared if off[id(each)] is not None]
+        return sorted(rows, key=lambda each: -abs(off[id(each)] or 0))[:most]
+
+
+def validate(
+    source: str | Path,
+    *,
+    where: Mapping[str, str] | None = None,
+    rounds: int = ROUNDS,
+    spread: float = SPREAD,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Validation:
+    """Simulate each row of a file of measurements, and compare the two.
+
+    A row with a `concurrency` is served as benchmarks do it: so many clients start together,
+    and each sends a request as soon as the one before is answered. A row with a `rate` gets
+    Poisson arrivals; of an infinite rate all requests are there at once. A row whose `engine`
+    is known is served by its rules (`like`). Costs some 15 ms a row.
+
+    Args:
+        source: the file, as `kvcore.analysis.measured.read_measured` reads it.
+        where: values that rows have in columns, several with commas between them; other rows
+            are not taken.
+        rounds: requests of each client, where the row does not say how many there were.
+        spread: share by which lengths vary, as of the workload `bench`, likewise.
+        plugins: where names are looked up; None: what is installed.
+        progress: is given the number of rows that have been simulated; None: nothing is.
+        options: options of `RunConfig` for rows that do not have them.
+
+    Raises:
+        InputError: the file cannot be read, or none of its rows can be simulated.
+        PluginError: a plugin that cannot work here, or a package that is not installed.
+    """
+    check_whole(rounds, 1)
+    check_names(options, option_names())
+    plugins = plugins or Plugins()
+    wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
+    check_columns(wanted)
+    rows: list[Measured] = []
+    left_out: Counter[str] = Counter()
+    for row in read_measured(source):
+        if isinstance(row, str):
+            left_out[row] += 1
+        elif all(row.label(name) in values for name, values in wanted.items()):
+            rows.append(row)
+    compared = []
+    with (progress or silent)("simulating rows", len(rows)) as tick:
+        for row in rows:
+            try:
+                compared.append(_compare(row, rounds, spread, plugins, options))
+            except (InputError, PolicyError) as error:
+                left_out[str(error)] += 1
+            tick(1)
+    if not compared:
+        reason = next((f"; the first: {each}" for each in left_out), "")
+        msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
+        raise InputError(msg)
+    return Validation(str(source), compared, dict(left_out.most_common()))
+
+
+def _compare(
+    row: Measured, rounds: int, spread: float, plugins: Plugins, options: Mapping[str, Any]
+) -> Compared:
+    """Simulate a row."""
+    clients = row.load.get("concurrency")
+    requests = REQUESTS if clients is None else clients * rounds
+    load = {"requests": requests, "spread": spread, **row.load}
+    workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
+    engine = row.labels.get("engine")
+    like = {"like": engine} if engine in LIKENESSES else {}
+    given = {**like, **options, **row.options}
+    config = RunConfig.of("simulate", **given, workload=workload)
+    parts = RunParts(config, plugins)
+    result = simulate(parts.workload, residency=False, **parts.arguments())
+    return Compared(row, given, config, _values(result))
+
+
+def _values(result: Result) -> dict[str, float]:
+    """Return what was simulated, in the units of `MEASURES`.
+
+    Raises:
+        InputError: a request was rejected.
+    """
+    if result.log.reasons:
+        msg = f"requests are rejected: {next(iter(result.log.reasons.values()))}"
+        raise InputError(msg)
+    times = {"ttft": result.ttft, "tpot": result.tpot}
+    values = {name: time.mean for name, time in times.items() if time is not None}
+    throughput = result.throughput_tokens_s
+    return values if throughput is None else {**values, "throughput": throughput}
+
+
+def _natural(group: tuple[str, object]) -> tuple[bool, float, str]:
+    """Return what sorts numbers by size, before names."""
+    name = group[0]
+    return (False, float(name), "") if name.isdecimal() else (True, 0.0, name)

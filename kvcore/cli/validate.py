@@ -1,0 +1,115 @@
+"""`kvcore validate`: the errors of the simulator against measured servers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from kvcore.analysis.measured import AIC
+from kvcore.analysis.validation import GROUPS, ROUNDS, SPREAD
+from kvcore.analysis.validation import validate as compare_rows
+from kvcore.cli.options import batching_options, shared
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    picture_option,
+    plot_file,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, verb
+from kvcore.config.run_config import option_names
+from kvcore.files import atomic_file, input_path, refuse_overwrite
+from kvcore.report.validation import ValidationReport
+
+
+def _conditions(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    """Return the values that columns must have."""
+    found = dict(text.partition("=")[::2] for text in values)
+    if not all(found.values()):
+        msg = "write NAME=VALUE, such as device=h100,h200"
+        raise click.BadParameter(msg, ctx, param)
+    return found
+
+
+@verb("kvcore validate aic --where weights_dtype=fp8", "kvcore validate rows.csv -o errors.png")
+@click.argument("source", metavar="FILE|aic")
+@click.option(
+    "--where",
+    multiple=True,
+    callback=_conditions,
+    metavar="NAME=VALUES",
+    help="Column, and the values of the rows to take: device=h100,h200.",
+)
+@click.option(
+    "--by",
+    default=",".join(GROUPS),
+    metavar="LIST",
+    help="Columns by which rows are grouped; of several at once: model+engine.",
+)
+@click.option(
+    "--rounds",
+    type=Count(),
+    default=ROUNDS,
+    help="Number of requests of each client of a closed loop.",
+)
+@click.option(
+    "--spread",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=SPREAD,
+    help="Share by which lengths vary: 0.2 draws them from 80 % to 100 % of the row's.",
+)
+@shared("latency")
+@shared("scheduler")
+@batching_options
+@click.option("--csv", callback=file_path, metavar="FILE", help="CSV file for the rows.")
+@picture_option("-o", "--out", help="File for a plot: .png or .svg.")
+@json_option
+@click.pass_context
+def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
+    """Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.
+
+    FILE is a table of measurements (CSV, or JSON Lines); `aic` stands for the samples that
+    come with the package aiconfigurator-core. Options are for rows that do not have them; a
+    row of an engine that --like knows is served by its rules, but for --like none.
+    """
+    path = source if source == AIC else input_path(source)
+    table, out = given["csv"], given["out"]
+    if table is not None:
+        refuse_overwrite(table, [path])
+    default, source_of = ParameterSource.DEFAULT, ctx.get_parameter_source
+    options = {
+        name: given[name]
+        for name in option_names()
+        if name in given and source_of(name) is not default
+    }
+    with (
+        nullcontext() if table is None else atomic_file(table) as rows,
+        plot_file(out, [path]) as write_plot,
+    ):
+        report = ValidationReport(
+            compare_rows(
+                path,
+                where=given["where"],
+                rounds=given["rounds"],
+                spread=given["spread"],
+                progress=progress,
+                **options,
+            ),
+            by.split(","),
+        )
+        document = report.document() if given["as_json"] else {}
+        sections = () if given["as_json"] else report.sections()
+        write_plot(report.plot)
+        if rows is not None:
+            report.write_csv(rows)
+    if given["as_json"]:
+        emit_json(document)
+    else:
+        print_sections(*sections)
