@@ -177,7 +177,7 @@ class DynoSimBatcher(Batcher):
         planned = len(self.chunks)
         super()._allot(job, now)
         for _, tokens in self.chunks[planned:]:
-            self._publish(job, job.computed + tokens, now)
+            self._publish_begun(job, job.computed + tokens, now)
 
     def _has_blocks(self, job: Job, tokens: int, now: int) -> bool:
         """Let blocks be hit that `job` took in vain: they were too few for its chunk."""
@@ -186,10 +186,10 @@ class DynoSimBatcher(Batcher):
         there = (seq.blocks + self._cache.available_blocks) * size
         if seq.tokens < there < tokens:
             self._allocator.extend(seq, there - seq.tokens, now)
-            self._publish(job, there, now)
+            self._publish_begun(job, there, now)
         return super()._has_blocks(job, tokens, now)
 
-    def _publish(self, job: Job, tokens: int, now: int) -> None:
+    def _publish_begun(self, job: Job, tokens: int, now: int) -> None:
         """Make the prompt's blocks shareable that hold the first `tokens` tokens of `job`."""
         seq = job.seq
         assert seq is not None
