@@ -94,6 +94,8 @@ class ServingOptions(PoolOptions, total=False):
     lag: int
     null_block: bool
     max_model_len: int | None
+    new_token_ratio: float | None
+    preempts: Literal["last", "shortest"]
     rate_scale: float
     slo: SLO | str | Mapping[str, float] | None
     seed: int | None

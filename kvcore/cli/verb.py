@@ -162,6 +162,7 @@ HEADINGS = {
     "Rules of engines": (
         *("like", "show", "unchunked", "max_chunk", "reserve", "commit", "generated"),
         *("admit_after_preemption", "ties", "lag", "null_block", "max_model_len"),
+        *("new_token_ratio", "preempts"),
     ),
     "Output": (
         *("residency", "trace", "out", "live", "csv", "step_times", "acceptance", "export"),

@@ -73,6 +73,13 @@ class Batching:
             without it; the watermark is a share of all blocks, rounded down.
         max_model_len: the most tokens of a sequence: a longer prompt is rejected, and a text
             ends there; None: unbounded.
+        new_token_ratio: beside running jobs an admission leaves room for all tokens that it
+            will generate, and for this share of those that they will: 4,096 tokens each at
+            most. See `TokenRatio` for how the share moves. Who finds no room ends the
+            admissions until one that runs has left. None: the watermark alone counts.
+        preempts: which job loses its blocks when those that decode find none: the `last` in
+            order; or of those that decode the `shortest`, with the fewest generated tokens,
+            then the longest prompt. What that has generated does not stay cached.
 
     Raises:
         InputError: limits that let nothing run, or a rule that there is not.
@@ -93,6 +100,8 @@ class Batching:
     lag: int = 0
     null_block: bool = False
     max_model_len: int | None = None
+    new_token_ratio: float | None = None
+    preempts: Literal["last", "shortest"] = "last"
 
     def __attrs_post_init__(self) -> None:
         """Check the limits."""
@@ -135,6 +144,9 @@ class Batching:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 return f"{name}={value!r}: give whole tokens, at least 1, or None"
+        ratio = self.new_token_ratio
+        if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= 1):
+            return f"new_token_ratio={ratio!r}: give a share above 0, at most 1, or None"
         return ""
 
     def reserved_blocks(self, blocks: int) -> int:
@@ -162,9 +174,50 @@ _CHOICES = {
     "commit": ("computed", "scheduled"),
     "generated": ("keyed", "cached"),
     "ties": ("last", "first"),
+    "preempts": ("last", "shortest"),
 }
 
 _DEFAULTS = Batching()
+
+
+_LONGEST = 4096
+"""Tokens still to be generated that an admission counts of one request at most."""
+
+
+class TokenRatio:
+    """The share of what running jobs will generate that an admission leaves room for.
+
+    It falls with each decode step, over 600 of them to 0.14 of what it was given as. A
+    preemption sets it to what the jobs left have generated, and 20 tokens more each, of all
+    that they will. When nothing runs it starts anew. O(1) for any number of steps.
+
+    Source: `new_token_ratio` of SGLang 0.5 and its constants.
+    """
+
+    __slots__ = ("_first", "_since", "_value")
+
+    def __init__(self, first: float) -> None:
+        """Start with the share `first`, at decode step 0."""
+        self._first = self._value = first
+        self._since = 0
+
+    def at(self, step: int) -> float:
+        """Return the share after `step` decode steps."""
+        if step <= self._since:
+            return self._value
+        low = self._first * 0.14
+        return max(self._value - (step - self._since) * (self._first - low) / 600, low)
+
+    def restart(self, step: int) -> None:
+        """Start anew: nothing runs."""
+        self._value, self._since = self._first, step
+
+    def preempted(self, left: Iterable[Job], step: int) -> None:
+        """Set the share by the jobs that are left, in the step that has preempted others."""
+        jobs = list(left)
+        generated = sum(job.generated for job in jobs) + 20 * len(jobs)
+        self._value = min(1.0, generated / (sum(job.output_tokens for job in jobs) + 1))
+        self._since = step + 1
 
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
@@ -320,6 +373,10 @@ class Batcher:
         self._unpublished: list[tuple[Job, int]] = []
         self._keeps = batching.generated == "cached"
         self._ties = batching.ties
+        ratio = batching.new_token_ratio
+        self._ratio = None if ratio is None else TokenRatio(ratio)
+        self._full = False
+        self._by_length = batching.preempts == "shortest"
         self._budget = 0
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
@@ -428,7 +485,7 @@ class Batcher:
         decoded, job.stage = job.stage == DECODE, DONE
         self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
-        self.blocked_job = None
+        self.blocked_job, self._full = None, False
         self.changed = True
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
@@ -482,7 +539,7 @@ class Batcher:
         while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
             if not self._whole:
                 self._allocator.serve_first(now)
-            self._recompute(self._last(now), now)
+            self._recompute(self._shortest(now) if self._by_length else self._last(now), now)
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
@@ -629,7 +686,7 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if job is self.blocked_job or job in self._victims:
+        if job is self.blocked_job or self._full or job in self._victims:
             return False
         if not (self.batching.chunked or self._in_one(job, now)):
             return False
@@ -691,10 +748,13 @@ class Batcher:
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
         reserve = self._reserve if self.running or self.paused else 0
+        if self._ratio is not None:
+            reserve = max(reserve, self._headroom(job, self._ratio))
         most = None if self._whole or self.moved is not None else self._most_tokens()
         whole = self.batching.reserve != "first-chunk"
         seq = self._allocator.open(job, now, reserve, most, whole=whole)
         if seq is None:
+            self._full = self._ratio is not None and bool(self.running)
             return False
         job.seq = seq
         job.computed = seq.computed
@@ -716,6 +776,23 @@ class Batcher:
         job.stage = PREFILL
         self._prefilling[job] = None
         return True
+
+    def _headroom(self, job: Job, ratio: TokenRatio) -> int:
+        """Return how many blocks `job` must leave, for what it and the others will generate."""
+        step, size = self._steps.count, self._cache.geometry.block_size
+        if not (self.running or self.paused):
+            ratio.restart(step)
+            return 0
+        share, tokens = ratio.at(step), min(job.predicted_left, _LONGEST) + size
+        taken = sum(
+            min(other.predicted_left, _LONGEST) for other in self.running if other.stage == DECODE
+        )
+        # Those of the step that is planned count as this one does; of a part, its blocks do.
+        for other, chunk in self.chunks:
+            if other.computed + chunk == other.target:
+                tokens += min(other.predicted_left, _LONGEST)
+            tokens += size
+        return -(-(int(tokens + taken * share) + 1) // size)
 
     def _loaded(self, job: Job | None, load: Load, now: int) -> None:
         """LOADED: continue with what the load has left to be computed."""
@@ -787,7 +864,7 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
-        if level is None and not paused:
+        if level is None and not (paused or self._by_length):
             # Under a lag, to give it the slot of its next token has named the one before.
             served = job.seq is not None and job.seq.tokens > job.length
             self._keep_generated(job, now, complete=served or not self.batching.lag)
@@ -803,6 +880,9 @@ class Batcher:
         self.queue(job, now, front=True)
         self.blocked_job = None
         self._victims.add(job)
+        if self._ratio is not None:
+            decoding = (other for other in self.running if other.stage == DECODE)
+            self._ratio.preempted(decoding, self._steps.count)
 
     def _leave_batch(self, job: Job) -> None:
         """Stop the prefill or the decoding of `job`."""
@@ -814,6 +894,7 @@ class Batcher:
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
             self._unpublished = [each for each in self._unpublished if each[0] is not job]
         del self.running[job]
+        self._full = False
 
     def _keep_generated(self, job: Job, now: int, *, complete: bool) -> None:
         """Let the full blocks that `job` has generated stay cached, if all do.
@@ -853,6 +934,16 @@ class Batcher:
         held = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
         last: Job = self._call("priority", max, held, key=order)
         return last
+
+    def _shortest(self, now: int) -> Job:
+        """Return the decoding job with the fewest generated tokens; the last if none decodes."""
+
+        def order(job: Job) -> tuple[int, int, int]:
+            assert job.seq is not None
+            return -job.generated, job.request.prompt_tokens, job.seq.admission
+
+        decoding = (job for job in self.running if job.stage == DECODE)
+        return max(decoding, key=order, default=None) or self._last(now)
 
     def _record(
         self,

@@ -274,6 +274,8 @@ RULES = {
     "lag": (1, 0),
     "null_block": (True, False),
     "max_model_len": (None, None, 20, 60),
+    "new_token_ratio": (0.7, None, 0.3),
+    "preempts": ("shortest", "last"),
 }
 """Values of each rule by which engines differ."""
 
