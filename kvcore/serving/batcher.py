@@ -785,7 +785,9 @@ class Batcher:
             return 0
         share, tokens = ratio.at(step), min(job.predicted_left, _LONGEST) + size
         taken = sum(
-            min(other.predicted_left, _LONGEST) for other in self.running if other.stage == DECODE
+            min(other.predicted_left, _LONGEST)
+            for other in self.running
+            if other.stage == DECODE
         )
         # Those of the step that is planned count as this one does; of a part, its blocks do.
         for other, chunk in self.chunks:
