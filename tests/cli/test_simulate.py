@@ -119,25 +119,24 @@ def test_the_report_names_what_was_run(run):
 @pytest.mark.parametrize(
     ("rate", "given", "options"),
     [
-        (50, ["--blocks", 300], {"rate_scale", "blocks"}),
-        (300, [], {"rate_scale", "tensor_parallel"}),
+        (50, {"blocks": 300}, {"rate_scale", "blocks"}),
+        (100, {"tensor_parallel": 1}, {"rate_scale", "tensor_parallel"}),
     ],
 )
 def test_what_holds_does(run, report, rate, given, options):
     """Each option that is found brings a queue that does not grow; the report has the same."""
     crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
-    first = report(crowd, *given)["saturation"]
+    words = [f"--{next(iter(given)).replace('_', '-')}", *given.values()]
+    first = report(crowd, *words)["saturation"]
     assert first["saturated"]
     assert options <= set(first["holds"])
-    told = " ".join(run(crowd, *given).rpartition("\n\n")[2].split())
+    told = " ".join(run(crowd, *words).rpartition("\n\n")[2].split())
     for name, value in first["holds"].items():
         option = f"--{name.replace('_', '-')}", f"{value:g}"
         assert " ".join(option) in told
-        others = [] if name == "blocks" else given
+        others = [] if name in given else words
         assert not report(crowd, *others, *option)["saturation"]["saturated"]
-    assert (
-        find_capacity(crowd, **dict(zip(["blocks"], given[1:], strict=False))) == first["holds"]
-    )
+    assert find_capacity(crowd, **given) == first["holds"]
 
 
 def test_what_holds_is_not_searched_for_unasked(report, run):
