@@ -35,9 +35,7 @@ MODELS = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
 }
 ENGINES = "vllm", "sglang", "trtllm"
-WIDE = {
-    f"{of}_quant_mode": "bfloat16" for of in ("gemm", "moe", "kvcache", "fmha")
-}
+WIDE = {f"{of}_quant_mode": "bfloat16" for of in ("gemm", "moe", "kvcache", "fmha")}
 
 # Prompts of a step, tokens of each, and tokens before them; sequences and their contexts;
 # prompt tokens, sequences, and the length of either.

@@ -193,9 +193,7 @@ class Roofline(LatencyModel):
         for work in works:
             tokens = work.prefill + work.decode
             pairs = sum(map(mul, ideal._pairs, work.attended_pairs))
-            moved = ideal._moved * tokens + (
-                sum(map(mul, ideal._read, work.context)) << SHIFT
-            )
+            moved = ideal._moved * tokens + (sum(map(mul, ideal._read, work.context)) << SHIFT)
             products, read = ideal._product * tokens, ideal._weights(tokens)
             found.append(
                 [
