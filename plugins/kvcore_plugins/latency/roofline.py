@@ -179,16 +179,12 @@ class Roofline(LatencyModel):
         """Return the one line of the step. Costs O(windows)."""
         tokens = work.prefill + work.decode
         products = max(self._product * tokens, self._weights(tokens))
-        return ((self._overhead + (products + self._others(work) >> SHIFT), *self._read),)
-
-    def _others(self, work: StepWork) -> int:
-        """Return the time of what is no product with weights, but for contexts."""
-        tokens = work.prefill + work.decode
         if len(self._pairs) == 1:
             pairs = self._pairs[0] * work.attended_pairs[0]
         else:
             pairs = sum(map(mul, self._pairs, work.attended_pairs))
-        return pairs + (self._moved + self._reduced) * tokens + self._floor
+        others = pairs + (self._moved + self._reduced) * tokens + self._floor
+        return ((self._overhead + (products + others >> SHIFT), *self._read),)
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the seconds of overhead, computing and reading at full rates, for a fit."""
