@@ -74,7 +74,7 @@ class LPM(Scheduler):
     def _deferred(self, hits: dict[Job, int]) -> set[Job]:
         """Return the jobs that hit little and share more with a job before them."""
         first: set[Any] = set()
-        deferred = set()
+        deferred: set[Job] = set()
         for job, hit in hits.items():
             request = job.request
             place = -(-self.defer_shared // request.key_tokens) - 1
@@ -83,5 +83,7 @@ class LPM(Scheduler):
             if place < len(request.keys):
                 # Keys are chained: equal ones mean that all before them are equal.
                 key = request.keys[place]
-                (deferred if key in first else first).add(job if key in first else key)
+                if key in first:
+                    deferred.add(job)
+                first.add(key)
         return deferred
