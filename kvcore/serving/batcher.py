@@ -538,7 +538,8 @@ class Batcher:
         while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
             if not self._whole:
                 self._allocator.serve_first(now)
-            self._recompute(self._shortest(now) if self._by_length else self._last(now), now)
+            loser = self._shortest(now) if self._by_length else self._last(now)
+            self._recompute(loser, now)
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
@@ -766,7 +767,9 @@ class Batcher:
             return 0
         share, tokens = ratio.at(step), min(job.predicted_left, _LONGEST) + size
         taken = sum(
-            min(other.predicted_left, _LONGEST) for other in self.running if other.stage == DECODE
+            min(other.predicted_left, _LONGEST)
+            for other in self.running
+            if other.stage == DECODE
         )
         # Those of the step that is planned count as this one does; of a part, its blocks do.
         for other, chunk in self.chunks:

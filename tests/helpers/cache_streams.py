@@ -75,7 +75,7 @@ class Ours:
 
     @classmethod
     def like(cls, engine, blocks, **options):
-        """Return the cache of a likeness, for keys of 512 tokens, with other options if given."""
+        """Return the cache of a likeness, for keys of 512 tokens, with other `options`."""
         options = LIKENESSES[engine].options | options
         return cls(blocks, 512, options["eviction"], options["prefix"])
 

@@ -109,8 +109,6 @@ sys.meta_path.insert(0, _Unused())
 sys.meta_path.append(_Missing())
 
 from sglang.srt.managers.schedule_policy import (  # noqa: E402
-    AddReqResult,
-    PrefillAdder,
     SchedulePolicy,
 )
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
@@ -120,7 +118,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
-from sglang.srt.mem_cache.prefill_budget import PrefillBudget  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 
@@ -143,14 +140,6 @@ class _Slots:
         self.left += len(values)
 
     free = free_segment
-
-    def create_prefill_budget(self, cache, *, num_mixed_decode_tokens=0):
-        """Return what the scheduler counts a prefill by."""
-        return PrefillBudget(self, cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-
-    def request_slot_reserve(self, **sizes):
-        """Return 0: requests hold nothing but tokens."""
-        return 0
 
     def mamba_full_cache_donor(self):
         """Return None: there are no states."""
@@ -238,30 +227,15 @@ class Theirs:
         self.cache.unlock(lock)
 
 
-def waiting(theirs, request, generated=0):
-    """Return a request as SGLang's scheduler has it in its queue or batch."""
-    tokens = theirs._tokens(request.keys)
+def waiting(theirs, request):
+    """Return a request as SGLang's scheduler has it in its queue."""
     return SimpleNamespace(
         rid=request.id,
-        origin_input_ids=tokens,
-        output_ids=array("q", [0] * generated),
-        full_untruncated_fill_ids=tokens,
+        origin_input_ids=theirs._tokens(request.keys),
+        output_ids=array("q"),
         extra_key=None,
         cache_salt=None,
-        prefix_len=0,
-        host_hit_length=0,
-        swa_host_hit_length=0,
-        auxiliary_swa_host_hit_length=0,
-        kv=SimpleNamespace(req_pool_idx=None, holds_mamba=False),
-        sampling_params=SimpleNamespace(max_new_tokens=request.output_tokens, ignore_eos=False),
-        retracted_stain=False,
-        needs_host_load_back=lambda: False,
-        materialized_host_hit_len=lambda: 0,
-        storage_hit_length=0,
-        storage_hit_start=None,
-        host_hit_is_storage=False,
-        fulfilled_storage_hit_len=lambda prefix: 0,
-        cache_request_handle=None,
+        kv=None,
         _compute_max_prefix_len=lambda length: max(length - 1, 0),
     )
 
@@ -272,21 +246,3 @@ def order(theirs, requests):
     queue = [waiting(theirs, request) for request in requests]
     policy.calc_priority(queue)
     return [each.rid for each in queue]
-
-
-def admitted(theirs, requests, running, ratio, chunk):
-    """Return the ids of `requests` that a step admits beside `running` ones, and their tokens.
-
-    `running` are requests and how many tokens each has generated; their blocks are taken.
-    """
-    batch = SimpleNamespace(reqs=[waiting(theirs, *each) for each in running])
-    adder = PrefillAdder(1, theirs.cache, theirs.slots, batch, ratio, 16384, chunk)
-    for request in requests:
-        if adder.budget_state() == AddReqResult.OTHER:
-            break
-        each = waiting(theirs, request)
-        match = theirs.match(each.origin_input_ids[: request.prompt_tokens - 1])
-        each.last_node, each.prefix_len = match.last_device_node, match.device_prefix_len
-        if adder.add_one_req(each, False, None) != AddReqResult.CONTINUE:
-            break
-    return [(each.rid, each.extend_end - each.prefix_len) for each in adder.can_run_list]

@@ -1,4 +1,4 @@
-"""The real SGLang beside kvcore under `--like sglang`: hits, orders of a queue, admissions."""
+"""The real SGLang beside kvcore under `--like sglang`: hits, and orders of a queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcore.serving import LoopState
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
-from peers.sglang_package import Theirs, order  # noqa: E402
+from peers.sglang_package import Theirs, order
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
 
@@ -33,9 +33,7 @@ def ask(draw, number, stems):
     stem = stems[draw.randrange(len(stems))]
     shared = stem[: draw.randint(0, len(stem))]
     keys = [*shared, *((number, place) for place in range(draw.randint(1, TOKENS // 2)))]
-    return Request(
-        id=number, prompt_tokens=len(keys), output_tokens=1, keys=keys, key_tokens=1
-    )
+    return Request(id=number, prompt_tokens=len(keys), output_tokens=1, keys=keys, key_tokens=1)
 
 
 @pytest.mark.parametrize("core", CORES)

@@ -160,7 +160,9 @@ class _Driver:
         plan = scheduler.schedule()
         tokens = plan.num_scheduled_tokens
         # Those of an empty plan are told of the next one.
-        self.lost += [int(each.request_id) for each in running if each.status == Status.PREEMPTED]
+        self.lost += [
+            int(each.request_id) for each in running if each.status == Status.PREEMPTED
+        ]
         if tokens:
             named = {int(name): count for name, count in tokens.items()}
             admitted = {
