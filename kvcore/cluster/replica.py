@@ -174,6 +174,8 @@ class ReplicaLoop(ServingLoop):
         """Return when (ns) an idle loop has something to do by itself, or NEVER."""
         batcher = self.batcher
         at = self.inbox.next_at
+        if self._unseen:
+            at = min(at, self._unseen[0][0])
         if batcher.timers and batcher.waiting:
             at = min(at, batcher.timers[0][0])
         if batcher.loads:

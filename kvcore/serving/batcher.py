@@ -370,6 +370,7 @@ class Batcher:
         # What a load brings from a tier, or a transfer from another server, needs its blocks.
         self._whole = batching.reserve == "prompt" or cache.tiers is not None
         self._publishes = batching.commit == "scheduled"
+        self._unpublished: list[tuple[Job, int]] = []
         self._keeps = batching.generated == "cached"
         self._ties = batching.ties
         ratio = batching.new_token_ratio
@@ -556,12 +557,18 @@ class Batcher:
             self._budget -= self._batch.size
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
+        if self._publishes and not self._ranks:
+            # Who is paused computes nothing of what is published.
+            first = next(offers, None)
+            offers = iter(()) if first is None else chain((first,), offers)
         while self._budget > 0:
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
+            if self._unpublished:
+                self._publish(now)
             admits = self._admits_after_preemption or not self._victims
             offered = next(offers, None) if admits else None
             if offered is not None and self._schedule(offered, now):
@@ -570,6 +577,19 @@ class Batcher:
                 offers, preemptive = iter(()), False
             else:
                 break
+        if self._unpublished:
+            self._publish(now)
+
+    def _publish(self, now: int) -> None:
+        """Let the blocks be hit that the chunks planned so far will fill, if that is the rule.
+
+        After those of all prompts that go on: none of these can be preempted any more, so that
+        what is published is computed.
+        """
+        for job, tokens in self._unpublished:
+            assert job.seq is not None
+            self._cache.publish(job.seq, tokens, now)
+        self._unpublished.clear()
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the share of `job` in the step's tokens to `chunks`, with blocks for it."""
@@ -591,8 +611,7 @@ class Batcher:
         self.chunks.append((job, tokens))
         self._budget -= tokens
         if self._publishes:
-            assert job.seq is not None
-            self._cache.publish(job.seq, tokens, now)
+            self._unpublished.append((job, tokens))
 
     def _most_tokens(self) -> int:
         """Return how many tokens of a prompt the step that is planned may compute."""
@@ -876,6 +895,7 @@ class Batcher:
         else:
             del self._prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
+            self._unpublished = [each for each in self._unpublished if each[0] is not job]
         del self.running[job]
         self._full = False
 
@@ -919,7 +939,7 @@ class Batcher:
         return last
 
     def _shortest(self, now: int) -> Job:
-        """Return the decoding job with the fewest generated tokens; the last if none decodes."""
+        """Return the decoding job that has generated least; the last if none decodes."""
 
         def order(job: Job) -> tuple[int, int, int]:
             assert job.seq is not None

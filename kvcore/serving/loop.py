@@ -16,6 +16,7 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -41,7 +42,7 @@ from kvcore.serving.latency import (
 )
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, PoolTimeline, TokenGaps
-from kvcore.units import INT64_LIMIT, PS_PER_NS
+from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
     from kvcore.serving.drafter import DraftStats
@@ -399,13 +400,17 @@ class ServingLoop:
         # The tokens that a step has for a sequence that is computed in one step or never.
         waits = not batching.chunked and batching.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
+        # A front end that is run takes the time that it takes.
+        frontend_ps = picoseconds(executor.latency.frontend, "frontend")
+        self._frontend_ns = frontend_ps // PS_PER_NS if executor.mode == "model" else 0
         # Under a lag: when the step began that ran last, whether one has run since the last
-        # plan, and who has arrived and what was finished or filled while it ran, of which the
-        # next plan does not know.
+        # plan, and what was finished or filled while it ran, of which the next plan does not
+        # know. And, also of a front end, the jobs that have arrived and not come through, with
+        # the time (ns) at which they do.
         self._lag = batching.lag
         self._began_ps = 0
         self._stepped = False
-        self._unseen: list[tuple[int, Job]] = []
+        self._unseen: deque[tuple[int, Job]] = deque()
         self._late: list[Job] = []
         self._filled: list[tuple[Job, CacheSequence, int]] = []
         if self._lag and (cache.retention is not None or hasattr(executor, "drafter")):
@@ -452,13 +457,10 @@ class ServingLoop:
         return runs
 
     def _queue_seen(self, seen: int, now: int) -> None:
-        """Queue the jobs that had arrived at `seen` (ns), when the next step was planned."""
-        unseen, self._unseen = self._unseen, []
-        for at, job in unseen:
-            if at <= seen:
-                self.batcher.queue(job, now)
-            else:
-                self._unseen.append((at, job))
+        """Queue the jobs that had come through at `seen` (ns), when this step was planned."""
+        unseen = self._unseen
+        while unseen and unseen[0][0] <= seen:
+            self.batcher.queue(unseen.popleft()[1], now)
 
     def _catch_up(self, now: int) -> bool:
         """Let the cache and the jobs know what the last step has brought about.
@@ -542,8 +544,8 @@ class ServingLoop:
         why = self._unfit(request)
         if why:
             self._reject(job, why, now)
-        elif self._lag:
-            self._unseen.append((now, job))
+        elif (self._lag or self._frontend_ns) and not known:
+            self._unseen.append((now + self._frontend_ns, job))
         else:
             self.batcher.queue(job, now)
         return job
@@ -596,6 +598,8 @@ class ServingLoop:
         """Move the clock to the next arrival or timer; return False if there is none."""
         batcher = self.batcher
         wake = min(self._arrivals.next_at, self._arrivals.prefetch_at)
+        if self._unseen:
+            wake = min(wake, self._unseen[0][0])
         if batcher.timers and batcher.waiting:
             wake = min(wake, batcher.timers[0][0])
         if batcher.loads:
@@ -687,7 +691,9 @@ class ServingLoop:
             event = min(event, self.batcher.timers[0][0])
         if self.batcher.loads:
             event = min(event, self.batcher.loads[0][0])
-        if self.batcher.changed or self._unseen:
+        if self._unseen:
+            event = min(event, self._unseen[0][0])
+        if self.batcher.changed:
             event = 0  # there is to be another plan after the next step, whatever that does
         pins = self._cache.tree.pins
         return lines, min(event, pins.next_end) if pins else event

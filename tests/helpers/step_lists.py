@@ -17,14 +17,20 @@ import attrs
 import orjson
 
 from kvcore import KVCache, Request
-from kvcore.serving import Batching, Job, StepResult, StepWork
+from kvcore.config import RunConfig
+from kvcore.plugins.manager import resolve
+from kvcore.serving import Job, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.scheduler import DONE
 from kvcore.serving.simulate import serve
 from kvcore.units import NS_PER_S
 from kvcore_plugins.latency import Linear
-from kvcore_plugins.scheduler import FCFS, Priority
 from kvcore_plugins.workload import Mooncake
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "vllm" / "steps.jsonl.xz"
+
+SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
+"""Random servers whose step lists are kept: of all kinds, without duplicates."""
 
 STEP_NS = 20_000_000
 """Nanoseconds of a step, whatever it computes."""
@@ -41,7 +47,7 @@ class Step:
         tokens: tokens that are scheduled, by request.
         admitted: tokens that hit at the admission, by request that this plan admits.
         preempted: requests that lose their blocks in this plan, sorted.
-        free: blocks that are free or evictable when it begins, and the steps before it are over.
+        free: blocks that are free or evictable when it begins and those before it are over.
     """
 
     tokens: dict[int, int]
@@ -163,13 +169,13 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
 class StepRecorder(SimulatedExecutor):
     """Runs steps that all take the same time, and records what is in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: KVCache) -> None:
         super().__init__(Linear(step=STEP_NS / NS_PER_S, prefill=0, decode=0, context=0))
         self.latency.bind()
         self.jumps = False
         self.steps: list[Step] = []
         self._seen: dict[Job, tuple[Any, int]] = {}
-        self.cache: KVCache
+        self._cache = cache
 
     def run(
         self, work: StepWork, chunks: Iterable[tuple[Job, int]], decoding: Iterable[Job]
@@ -192,34 +198,49 @@ class StepRecorder(SimulatedExecutor):
         for job in chain((job for job, _ in chunks), decoding):
             seen[job] = (job.seq, job.recomputes)
         self.steps.append(
-            Step(tokens, admitted, sorted(preempted), self.cache.available_blocks)
+            Step(tokens, admitted, sorted(preempted), self._cache.available_blocks)
         )
         return super().run(work, chunks, decoding)
 
 
-def kvcore_steps(server: Server, **options: Any) -> list[Step]:
-    """Return what kvcore does for `server`, with these options of `Batching`."""
-    recorder = StepRecorder()
-    cache = KVCache(server.blocks, server.block_size, accounting="tokens")
-    recorder.cache = cache
+def kvcore_steps(server: Server) -> list[Step]:
+    """Return what kvcore does for `server` with `like="vllm"`."""
+    config = RunConfig.of(
+        like="vllm",
+        scheduler="priority" if server.by_priority else "fcfs",
+        max_tokens=server.max_tokens,
+        max_seqs=server.max_seqs,
+        chunked=server.chunked,
+        watermark=server.watermark,
+        lag=server.lag,
+        **server.options,
+    )
+    cache = KVCache(
+        server.blocks - config.null_block,
+        server.block_size,
+        eviction=config.eviction,
+        prefix=config.prefix,
+    )
+    recorder = StepRecorder(cache)
     serve(
         server.requests,
         cache,
-        Priority() if server.by_priority else FCFS(),
+        resolve("scheduler", config.scheduler),
         recorder,
-        Batching(
-            max_tokens=server.max_tokens,
-            max_seqs=server.max_seqs,
-            chunked=server.chunked,
-            watermark=server.watermark,
-            **options,
-        ),
+        config.batching,
         slo=None,
         rate_scale=1.0,
         residency=False,
         jumps=False,
     )
     return recorder.steps
+
+
+def golden_servers() -> list[Server]:
+    """Return the servers whose step lists are kept."""
+    pools = ((1024, 512), (400, 512), (16_384, 16))
+    traces = [conversation(*pool, lag) for pool in pools for lag in (0, 1)]
+    return [*traces, *map(random_server, SEEDS)]
 
 
 def encode(steps: Iterable[Step]) -> dict[str, Any]:
@@ -238,9 +259,7 @@ def encode(steps: Iterable[Step]) -> dict[str, Any]:
             runs[-1][0] += 1
             continue
         changed = {name: 0 for name in before if name not in step.tokens}
-        for name, tokens in step.tokens.items():
-            if before.get(name) != tokens:
-                changed[name] = tokens
+        changed |= {name: n for name, n in step.tokens.items() if before.get(name) != n}
         runs.append([1, _flat(changed), _flat(step.admitted), step.preempted])
         before = step.tokens
     parts = (frees[at : at + FREE_STEPS] for at in range(0, len(frees), FREE_STEPS))
@@ -261,17 +280,25 @@ def decode(
     return steps
 
 
-def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the first step in which two encoded lists differ, and how; None: in none."""
+def first_difference(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> tuple[int, str, int] | None:
+    """Return where two encoded lists differ first, and how; None: nowhere.
+
+    That is the last step up to which all is the same, what follows, and the last step that
+    can be the first to differ.
+    """
+    found: tuple[int, str, int] | None = None
     pairs = zip_longest(decode(ours["runs"]), decode(theirs["runs"]))
     for at, (one, other) in enumerate(pairs):
         if one != other:
-            return at, f"step {at}: {one} where vLLM has {other}"
-    for part, (crc, other) in enumerate(zip(ours["free"], theirs["free"], strict=True)):
-        if crc != other:
-            at = part * FREE_STEPS
-            return at, f"free blocks differ in some step from {at} to {at + FREE_STEPS - 1}"
-    return None
+            found = at, f"step {at}: {one} where vLLM has {other}", at
+            break
+    for part, (crc, other) in enumerate(zip(ours["free"], theirs["free"], strict=False)):
+        at, last = part * FREE_STEPS, (part + 1) * FREE_STEPS - 1
+        if crc != other and (found is None or last < found[0]):
+            return at, f"free blocks differ in some step from {at} to {last}", last
+    return found
 
 
 def write(path: Path, servers: dict[str, dict[str, Any]]) -> None:

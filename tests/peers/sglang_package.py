@@ -17,8 +17,8 @@ from types import SimpleNamespace
 warnings.simplefilter("ignore")  # of packages that are not ours
 
 # Before any of the empty modules: these ask what is installed.
-import torch  # noqa: E402
-import torch._dynamo
+import torch
+import torch._dynamo  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
 import transformers  # noqa: E402, F401
 
@@ -61,8 +61,8 @@ def _empty(name):
         name,
         (),
         {
-            "__init__": lambda self, *args, **options: None,
-            "__call__": lambda self, *args, **options: args[0] if args else self,
+            "__init__": lambda *_args, **_options: None,
+            "__call__": lambda self, *args, **_options: args[0] if args else self,
         },
     )
 
@@ -242,7 +242,13 @@ def waiting(theirs, request):
 
 def order(theirs, requests):
     """Return the ids of `requests` in the order in which `lpm` serves them."""
-    policy = SchedulePolicy("lpm", theirs.cache, False, False, False)
+    policy = SchedulePolicy(
+        "lpm",
+        theirs.cache,
+        enable_hierarchical_cache=False,
+        enable_priority_scheduling=False,
+        schedule_low_priority_values_first=False,
+    )
     queue = [waiting(theirs, request) for request in requests]
     policy.calc_priority(queue)
     return [each.rid for each in queue]

@@ -115,7 +115,8 @@ class _Driver:
         self.hashes = _Hashes()
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.pool.cached_block_hash_to_block = self.hashes
-        self.arrivals = deque(server.requests)
+        longest = server.options.get("max_model_len") or LONG  # vLLM's front end refuses others
+        self.arrivals = deque(each for each in server.requests if each.prompt_tokens < longest)
         self.lost = []
         self.steps, self.duplicates, self.over = [], [], 0
 
@@ -224,7 +225,7 @@ def _scheduler(server):
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
     )
-    grammar = SimpleNamespace(accept_tokens=lambda request, tokens: True)
+    grammar = SimpleNamespace(accept_tokens=lambda *_: True)
     kind = scheduling.get_scheduler_cls()
     return kind(config, layers, grammar, block_size=server.block_size)
 

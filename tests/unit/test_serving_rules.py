@@ -1,9 +1,13 @@
 """The rules by which engines differ, each alone. A step takes 10 ns, a block is 4 tokens."""
 
+from typing import ClassVar
+
+import attrs
 import pytest
 from helpers.jobs import job
 from helpers.schedulers import scheduler_of
-from helpers.serving import ask, serve
+from helpers.serving import Even, ask, serve, servers
+from hypothesis import given
 
 import kvcore
 from kvcore import InputError
@@ -161,6 +165,32 @@ def test_an_idle_server_lags_behind_nothing():
     """Who comes to an idle server is admitted at once."""
     run = serve([ask("a", 0, 4, 3), ask("b", 500, 4, 1)], lag=1)
     assert run.rows["b"]["admitted"] == 500
+
+
+@attrs.define(slots=False, eq=False)
+class Behind(Even):
+    """Steps of 10 ns behind a front end that takes 25."""
+
+    name: ClassVar[str] = "behind"
+    frontend = 25e-9
+
+
+def test_a_front_end_comes_before_the_queue():
+    """A request is planned 25 ns after it has arrived, in an idle server and in a busy one."""
+    requests = [ask("a", 100, 4, 9), ask("b", 131, 4, 1)]
+    run = serve(requests, latency=Behind())
+    assert [run.rows[name]["admitted"] for name in "ab"] == [125, 165]
+    assert [run.rows[name]["arrival"] for name in "ab"] == [100, 131]
+    assert run.story("REQUEST") == ["100 REQUEST a", "131 REQUEST b"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@given(server=servers())
+def test_jumps_behind_a_front_end(lag, server):
+    """Many decode steps at once or one by one: the same trace."""
+    jumps = server.run("fcfs", latency=Behind(), lag=lag)
+    steps = server.run("fcfs", latency=Behind(), lag=lag, jumps=False)
+    assert jumps.trace == steps.trace
 
 
 def test_a_text_ends_at_the_longest_sequence():

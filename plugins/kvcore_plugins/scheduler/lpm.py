@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from kvcore import InputError, Job, Scheduler
+from kvcore.request import Key
 from kvcore.serving import LoopState, StepPlan
 
 
@@ -73,7 +74,7 @@ class LPM(Scheduler):
 
     def _deferred(self, hits: dict[Job, int]) -> set[Job]:
         """Return the jobs that hit little and share more with a job before them."""
-        first: set[Any] = set()
+        first: set[Key] = set()
         deferred: set[Job] = set()
         for job, hit in hits.items():
             request = job.request
