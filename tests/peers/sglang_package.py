@@ -17,7 +17,7 @@ from types import SimpleNamespace
 warnings.simplefilter("ignore")  # of packages that are not ours
 
 # Before any of the empty modules: these ask what is installed.
-import torch
+import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
 import transformers  # noqa: E402, F401
