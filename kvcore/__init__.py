@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # without `typing`, whose import takes longer than this o
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvcore.api import compare, plan, run, simulate, simulate_cluster
+    from kvcore.api import compare, plan, run, simulate, simulate_cluster, validate
     from kvcore.cache import (
         EvictionPolicy,
         KVCache,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
 
-_CALLS = ("compare", "plan", "run", "simulate", "simulate_cluster")
+_CALLS = ("compare", "plan", "run", "simulate", "simulate_cluster", "validate")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
@@ -79,6 +79,7 @@ __all__ = [
     "run",
     "simulate",
     "simulate_cluster",
+    "validate",
 ]
 
 

@@ -24,12 +24,13 @@ from kvcore.request import SLO, Request
 from kvcore.serving import Batching, Result
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace import Trace
-from kvcore.workloads import Workload, check_keys
+from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
     from kvcore.analysis.comparison import Policy
     from kvcore.analysis.planning import FleetPlan
+    from kvcore.analysis.validation import Validation
     from kvcore.cache import PrefixIndex
     from kvcore.cluster import ClusterResult
     from kvcore.config import EngineParts, RunParts
@@ -82,6 +83,19 @@ class ServingOptions(PoolOptions, total=False):
     steps: Literal["mixed", "prefill-first"]
     chunked: bool
     watermark: float
+    like: str | None
+    unchunked: Literal["alone", "wait"]
+    max_chunk: int | None
+    reserve: Literal["prompt", "chunk", "first-chunk"]
+    commit: Literal["computed", "scheduled"]
+    generated: Literal["keyed", "cached"]
+    admit_after_preemption: bool
+    ties: Literal["last", "first"]
+    lag: int
+    null_block: bool
+    max_model_len: int | None
+    new_token_ratio: float | None
+    preempts: Literal["last", "shortest"]
     rate_scale: float
     slo: SLO | str | Mapping[str, float] | None
     seed: int | None
@@ -202,7 +216,7 @@ def simulate_cluster(
     from kvcore.cluster import simulate_cluster as run_cluster  # noqa: PLC0415 - of several servers
     from kvcore.config import RunConfig  # noqa: PLC0415 - `import kvcore` is light
     from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - as above
-    from kvcore.progress import silent, ticked, unseen  # noqa: PLC0415 - as above
+    from kvcore.progress import silent, ticked  # noqa: PLC0415 - as above
 
     config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
     parts = ClusterParts(config, plugins)
@@ -211,8 +225,7 @@ def simulate_cluster(
         _traced(parts, trace) as written,
         (progress or silent)(f"simulating {source.name}", source.size) as tick,
     ):
-        requests = source if tick is unseen else ticked(check_keys(source), tick)
-        return run_cluster(requests, **parts.cluster(written), residency=residency)
+        return run_cluster(ticked(source, tick), **parts.cluster(written), residency=residency)
 
 
 def find_capacity(
@@ -478,6 +491,52 @@ def plan(
             progress=progress,
             **_flat(options),
         )
+
+
+def validate(
+    source: str | PathLike[str],
+    *,
+    where: Mapping[str, str] | None = None,
+    rounds: int = 4,
+    spread: float = 0.2,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ServingOptions],
+) -> Validation:
+    """Simulate each row of a file of measurements, and compare the two.
+
+    `kvcore.validate("rows.csv").errors("tpot")` has the errors of the time per token, as
+    `kvcore validate rows.csv` prints them. A row with a `concurrency` is served as
+    benchmarks do it: so many clients start together, and each sends a request as soon as the
+    one before is answered. A row with a `rate` gets Poisson arrivals; of an infinite rate all
+    requests are there at once. A row whose `engine` is known is served by its rules.
+
+    Args:
+        source: a file in CSV or JSON Lines, or `aic`: the samples of the package
+            aiconfigurator-core.
+        where: values that rows have in columns, several with commas between them; other rows
+            are not taken.
+        rounds: requests of each client, where the row does not say how many there were.
+        spread: share by which lengths vary, as of the workload `bench`, likewise.
+        plugins: where names are looked up; None: what is installed.
+        progress: is given the number of rows that have been simulated; None: nothing is.
+        options: options of `RunConfig` for rows that do not have them.
+
+    Raises:
+        InputError: the file cannot be read, or none of its rows can be simulated.
+        PluginError: a plugin that cannot work here, or a package that is not installed.
+    """
+    from kvcore.analysis.validation import validate as compare_rows  # noqa: PLC0415 - as above
+
+    return compare_rows(
+        fspath(source),
+        where=where,
+        rounds=rounds,
+        spread=spread,
+        plugins=plugins,
+        progress=progress,
+        **_flat(options),
+    )
 
 
 def _given(workload: object) -> Any:

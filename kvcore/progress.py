@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 Item = TypeVar("Item")
 
@@ -37,14 +37,26 @@ def ticked(items: Iterable[Item], tick: Tick) -> Iterable[Item]:
     The calls are with items; or with bytes, if `items` has a `position` in its file, as the
     reader of a trace does.
     """
-    return items if tick is unseen else _ticked(items, tick)
+    return items if tick is unseen else Ticked(items, tick)
 
 
-def _ticked(items: Iterable[Item], tick: Tick) -> Iterator[Item]:
-    told = count = 0
-    for count, item in enumerate(items, 1):
-        yield item
-        if not count % STRIDE:
-            told, before = getattr(items, "position", count), told
-            tick(told - before)
-    tick(getattr(items, "position", count) - told)
+class Ticked(Generic[Item]):
+    """What `ticked` returns for progress that is shown.
+
+    Attributes:
+        items: what is yielded.
+    """
+
+    def __init__(self, items: Iterable[Item], tick: Tick) -> None:
+        self.items, self._tick = items, tick
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the items, and count them."""
+        items, tick = self.items, self._tick
+        told = count = 0
+        for count, item in enumerate(items, 1):
+            yield item
+            if not count % STRIDE:
+                told, before = getattr(items, "position", count), told
+                tick(told - before)
+        tick(getattr(items, "position", count) - told)

@@ -115,7 +115,8 @@ class ClusterMisses:
                 return
             self._route(line, number, life)  # type: ignore[arg-type]  # it is a REQUEST there
         elif event.event == "COMMIT" and event.how in ("new", "grown"):  # type: ignore[attr-defined]
-            keys, first = life.state.sequences[line.seq].prompt.keys, line.first  # type: ignore[attr-defined]
+            prompt, first = life.state.sequences[line.seq].prompt, line.first  # type: ignore[attr-defined]
+            keys = prompt.generated if line.generated is True else prompt.keys  # type: ignore[attr-defined]
             self._holders.store(number, keys, first, first + line.blocks)  # type: ignore[attr-defined]
         elif victim is not None:
             span, end = victim

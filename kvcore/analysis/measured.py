@@ -5,16 +5,16 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
 import orjson
 
-from kvcore.config.run_config import option_names, read_option
+from kvcore.config.run_config import OF_REPLICAS, read_option, shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.plugins.options import nearest
@@ -26,18 +26,26 @@ MEASURES = ("ttft", "tpot", "throughput")
 LOAD = ("input_tokens", "output_tokens", "concurrency", "rate", "requests", "spread")
 """The columns of the load: those of the workload plugin `bench`."""
 
+NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
+"""Columns that no row leaves out, besides a load and a measure."""
+
 LABELS = ("id", "engine", "version", "source")
 """Columns that say where a row comes from."""
 
-NOT_OF_A_ROW = ("mode", "workload", "limit", "window", "rate_scale", "slo")
-"""Options of a run that no row has."""
+OPTIONS = (*OF_REPLICAS, "block_size", "like")
+"""Columns that are options of a server, of `RunConfig`."""
+
+COLUMNS = (*LABELS, *LOAD, *MEASURES, *OPTIONS)
+"""All columns that a row may have."""
 
 AIC = "aic"
 """In place of a file: the samples of the package aiconfigurator-core."""
 
+_NUMBERS = (*LOAD, *MEASURES)
 _AIC_COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
-_VARIANT = re.compile(r"-(instruct|fp8|nvfp4)$")
+_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
+_WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
 
 Taken: TypeAlias = "Measured | str"
 """A row that can be simulated, or why it cannot."""
@@ -83,27 +91,29 @@ def read_measured(path: str | Path) -> Iterator[Taken]:
         PluginError: `aic`, and the package is not installed.
     """
     path = _samples() if str(path) == AIC else Path(path)
-    known = [*LABELS, *LOAD, *MEASURES, *_row_options()]
-    columns: set[str] = set()
     for line, fields in _rows(path):
         if fields.keys() >= _AIC_COLUMNS:
             yield _silicon(path, line, fields)
             continue
-        for name in fields.keys() - columns:
-            if name not in known:
-                hint = f"{nearest(name, known)}. There are: {', '.join(known)}"
-                msg = f"{path}:{line}: there is no column {name!r}{hint}"
-                raise InputError(msg)
-            columns.add(name)
         try:
+            check_columns(fields)
             yield _own(line, {k: v for k, v in fields.items() if v not in ("", None)})
         except InputError as error:
             msg = f"{path}:{line}: {error}"
             raise InputError(msg) from error
 
 
-def _row_options() -> list[str]:
-    return [name for name in option_names() if name not in NOT_OF_A_ROW]
+def check_columns(names: Iterable[str]) -> None:
+    """Refuse a name that is none of `COLUMNS`.
+
+    Raises:
+        InputError: names the nearest one, and all that there are.
+    """
+    for name in names:
+        if name not in COLUMNS:
+            known = ", ".join(COLUMNS)
+            msg = f"there is no column {name!r}{nearest(name, COLUMNS)}. There are: {known}"
+            raise InputError(msg)
 
 
 def _samples() -> Path:
@@ -152,39 +162,43 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _own(line: int, fields: Mapping[str, Any]) -> Measured:
     """Read a row whose columns have the names of kvcore."""
-    for name in ("model", "device", "input_tokens", "output_tokens"):
+    for name in NEEDED:
         if name not in fields:
-            msg = f"a row needs a {name}"
+            msg = f"a row needs a value of {name}"
             raise InputError(msg)
     if not fields.keys() & {"concurrency", "rate"}:
         msg = "a row needs a concurrency (of a closed loop) or a rate (requests/s, or inf)"
         raise InputError(msg)
-    values = {name: _number(name, fields[name]) for name in MEASURES if name in fields}
+    numbers = {name: _number(name, fields[name]) for name in _NUMBERS if name in fields}
+    values = {name: numbers[name] for name in MEASURES if name in numbers}
     if not values:
         msg = f"a row needs something measured: {', '.join(MEASURES)}"
         raise InputError(msg)
     options = {
-        name: read_option(name, _typed(fields[name]))
-        for name in _row_options()
-        if name in fields
+        name: read_option(name, _typed(fields[name])) for name in OPTIONS if name in fields
     }
     labels = {name: str(fields[name]) for name in LABELS if name in fields}
-    load = {name: _number(name, fields[name]) for name in LOAD if name in fields}
+    load = {name: numbers[name] for name in LOAD if name in numbers}
     return Measured(line, labels, options, load, values)
 
 
-def _number(name: str, value: Any) -> float:
-    """Return a number above 0; whole if it is written so."""
-    try:
-        number = value if isinstance(value, int | float) else float(value)
-    except (TypeError, ValueError):
-        number = -1
-    if isinstance(value, bool) or not number > 0 or not (isfinite(number) or name == "rate"):
-        if name == "spread" and number == 0:
-            return 0
-        msg = f"{name} {value!r}: expected a number above 0"
-        raise InputError(msg)
-    return int(number) if isfinite(number) and number == int(number) else number
+def _number(name: str, cell: Any) -> int | float:
+    """Return a number of a cell, which may be as text."""
+    value: Any = _typed(cell)
+    least = 0 if name == "spread" else 1
+    if name in ("rate", *MEASURES, "spread"):
+        finite = isinstance(value, int | float) and isfinite(value) and not value < 0
+        if not isinstance(value, bool) and finite and (value or not least):
+            return float(value)
+        if name == "rate" and cell in ("inf", inf):
+            return inf
+        expected = "a number above 0" if least else "a share"
+    elif type(value) is int and value >= least:
+        return int(value)
+    else:
+        expected = "a whole number from 1"
+    msg = f"{name} {shown(cell)}: expected {expected}"
+    raise InputError(msg)
 
 
 def _typed(cell: Any) -> Any:
@@ -199,53 +213,44 @@ def _typed(cell: Any) -> Any:
 
 
 def _silicon(path: Path, line: int, fields: Mapping[str, str]) -> Taken:
-    """Read a row of AIConfigurator's samples: one server, divided by tensors alone."""
-    concurrency = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
-    model = fields["model_path"].rpartition("/")[2].lower()
-    while shorter := _VARIANT.sub("", model):
-        if shorter == model:
-            break
-        model = shorter
+    """Read a row of AIConfigurator's samples."""
+    found = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
+    concurrency = found[1] if found else ""
+    model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
     device = fields["system"].removesuffix("_sxm")
     weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
-    problem = None
-    if fields.get("mode", "agg") != "agg":
-        problem = "prefill and decode on servers of their own"
-    elif concurrency is None:
-        problem = "no concurrency recorded"
-    elif concurrency[1] != fields["batch_size"]:
-        problem = "attention or requests divided among replicas"
-    elif fields.get("pp_size", "1") not in ("", "1"):
-        problem = "pipeline stages"
-    elif model not in MODELS:
-        problem = f"model {model} is not in the catalogue"
-    elif device not in DEVICES:
-        problem = f"device {device} is not in the catalogue"
-    elif weights == "nvfp4" and MODELS[model].expert_dtype != "mxfp4":
-        problem = "weights in nvfp4"
-    if problem:
+    released = MODELS[model].expert_dtype if model in MODELS else None
+    unlike = {
+        "prefill and decode on servers of their own": fields.get("mode", "agg") != "agg",
+        "no concurrency recorded": not concurrency,
+        "attention or requests divided among replicas": concurrency != fields["batch_size"],
+        "pipeline stages": fields.get("pp_size", "1") not in ("", "1"),
+        f"model {model} is not in the catalogue": released is None,
+        f"device {device} is not in the catalogue": device not in DEVICES,
+        "weights in nvfp4": weights == "nvfp4" and released != "mxfp4",
+    }
+    problem = next((why for why, holds in unlike.items() if holds), None)
+    if problem is not None:
         return problem
-    assert concurrency is not None
-    dtype = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}.get(weights)
+    dtype = _WEIGHTS.get(weights)
+    row: dict[str, Any] = {
+        "id": fields.get("id"),
+        "engine": fields.get("backend"),
+        "version": fields.get("backend_version"),
+        "model": model,
+        "device": device,
+        "tensor_parallel": fields.get("tp_size"),
+        "weights_dtype": dtype,
+        "codec": "fp8" if dtype == "fp8" else "fp16",
+        "input_tokens": fields.get("isl"),
+        "output_tokens": fields.get("osl"),
+        "concurrency": concurrency,
+    }
     try:
-        return _own(
-            line,
-            {
-                "id": fields["id"],
-                "engine": fields["backend"],
-                **({"version": fields["backend_version"]} if fields["backend_version"] else {}),
-                "model": model,
-                "device": device,
-                "tensor_parallel": fields["tp_size"],
-                **({"weights_dtype": dtype} if dtype else {}),
-                "codec": "fp8" if dtype == "fp8" else "fp16",
-                "input_tokens": fields["isl"],
-                "output_tokens": fields["osl"],
-                "concurrency": concurrency[1],
-                "ttft": float(fields["silicon_ttft_ms"]) / 1e3,
-                "tpot": float(fields["silicon_tpot_ms"]) / 1e3,
-            },
-        )
-    except (InputError, KeyError, ValueError) as error:
+        for name in ("ttft", "tpot"):
+            cell = fields[f"silicon_{name}_ms"]
+            row[name] = float(cell) / 1000 if cell else None
+        return _own(line, {name: value for name, value in row.items() if value})
+    except (InputError, ValueError) as error:
         msg = f"{path}:{line}: {error}"
         raise InputError(msg) from error

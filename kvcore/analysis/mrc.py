@@ -267,7 +267,8 @@ class _CurveMaker:
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
             return policy.kind is Belady
-        return policy.kind is self.plugins.get("eviction", LRU)
+        usual = policy.kind is self.plugins.get("eviction", LRU)
+        return usual and not policy.options.get("renew_split")
 
     def _reuse(self) -> Reuse:
         """Read the reuse of the workload's blocks, for LRU and Belady's bound."""

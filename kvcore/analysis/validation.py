@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis.measured import LABELS, LOAD, MEASURES, Measured, read_measured
+from kvcore.analysis.measured import MEASURES, Measured, check_columns, read_measured
 from kvcore.config import RunConfig, RunParts
 from kvcore.config.like import LIKENESSES
 from kvcore.config.run_config import check_names, option_names
@@ -63,11 +63,13 @@ class Compared:
 
     Attributes:
         row: what was measured.
-        config: what was simulated.
+        options: the options of `RunConfig` with which it was simulated, but for the workload.
+        config: the configuration that they are.
         values: what the simulation has, by the names of `MEASURES`.
     """
 
     row: Measured
+    options: Mapping[str, Any]
     config: RunConfig
     values: Mapping[str, float]
 
@@ -103,7 +105,7 @@ class Validation:
 
     def groups(self, by: str) -> dict[str, list[Compared]]:
         """Return the rows by the value of a column, or of several: `model+engine`."""
-        check_names(dict.fromkeys(by.split("+")), [*LABELS, *LOAD, *option_names()])
+        check_columns(by.split("+"))
         found: dict[str, list[Compared]] = {}
         for each in self.compared:
             found.setdefault(each.row.label(by), []).append(each)
@@ -148,9 +150,10 @@ def validate(
         PluginError: a plugin that cannot work here, or a package that is not installed.
     """
     check_whole(rounds, 1)
+    check_names(options, option_names())
     plugins = plugins or Plugins()
     wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
-    check_names(wanted, [*LABELS, *LOAD, *option_names()])
+    check_columns(wanted)
     rows: list[Measured] = []
     left_out: Counter[str] = Counter()
     for row in read_measured(source):
@@ -183,11 +186,11 @@ def _compare(
     workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
     engine = row.labels.get("engine")
     like = {"like": engine} if engine in LIKENESSES else {}
-    given = {**like, **options, **row.options, "workload": workload}
-    config = RunConfig.of("simulate", **given)
+    given = {**like, **options, **row.options}
+    config = RunConfig.of("simulate", **given, workload=workload)
     parts = RunParts(config, plugins)
     result = simulate(parts.workload, residency=False, **parts.arguments())
-    return Compared(row, config, _values(result))
+    return Compared(row, given, config, _values(result))
 
 
 def _values(result: Result) -> dict[str, float]:

@@ -464,16 +464,41 @@ class KVCache:
         if self.retention is not None:
             self._retain(self.retention, seq, now)
 
+    def keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
+        """Let the generated blocks of `seq` stay cached that its first `tokens` tokens fill.
+
+        For output to which the workload gives no keys: only this request can hit these blocks,
+        when it returns after a preemption. Called before `close`; `seq` generates no more.
+        They continue the prompt's last full block, which must be shared, as a span of their
+        own: inside a key of the workload the prompt ends, and what it is continued by has
+        another name.
+        """
+        self.now = now
+        request, size = seq.request, self.geometry.block_size
+        first, upto = request.prompt_tokens // size, tokens // size
+        private = seq.holes or seq.compacted or seq.family is not None
+        if private or request.publishes or request.hints.share is not None:
+            return
+        if first <= seq.span.end < upto:
+            seq.keys = self.geometry.generated_keys(request, first, upto)
+            seq.cacheable = upto
+            seq.span.creator = None
+            self.tree.commit(seq, upto, now)
+
     def publish(self, seq: Sequence, tokens: int, now: int) -> None:
         """Make the full keyed blocks shareable that the next `tokens` tokens of `seq` fill.
 
-        Nothing may read them before these are computed, which `commit` says.
+        Nothing may read them before these are computed, which `commit` says. Where another
+        sequence is ahead with the same keys, its blocks take their place only then.
 
         Raises:
             PolicyError: a plugin failed.
         """
-        upto = min((seq.computed + tokens) // self.geometry.block_size, seq.cacheable)
-        if upto > seq.span.end and not seq.holes:
+        span, geometry = seq.span, self.geometry
+        upto = min((seq.computed + tokens) // geometry.block_size, seq.cacheable)
+        if upto <= span.end or seq.holes:
+            return
+        if not span.children or seq.keys[span.end // geometry.ratio] not in span.children:
             self.now = now
             self.tree.commit(seq, upto, now)
 
@@ -531,21 +556,18 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(  # noqa: C901 - one release, told from top to bottom
+    def close(
         self,
         seq: Sequence,
         now: int | None = None,
         length: int | None = None,
         *,
         preempted: bool = False,
-        generated: int | None = None,
     ) -> None:
         """Unpin what `seq` shares, which stays cached, and free the rest.
 
         `length` is that of its text, where `settle` has yet to set it. A request that was
-        `preempted` will return: its hints wait until it has ended. Of what it has generated
-        the full blocks up to token `generated` stay cached, under names that only it has, if
-        the workload gives them no keys; None: they do not.
+        `preempted` will return: its hints wait until it has ended.
         """
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
@@ -554,8 +576,6 @@ class KVCache:
         self.now = now
         if length is not None:
             self.settle(seq, length)
-        if generated is not None:
-            self._keep_generated(seq, generated, now)
         seq.is_open = False
         del self.sequences[seq.id]
         if seq.family is not None:
@@ -579,24 +599,6 @@ class KVCache:
         tree.close(seq.span, now, request)
         if hints.demote:
             tree.demote(seq.span)
-
-    def _keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
-        """Let the generated blocks among the first `tokens` tokens of `seq` stay cached.
-
-        They continue the prompt's last full block, which must be shared, as a span of their
-        own: inside a key of the workload the prompt ends, and what it is continued by has
-        another name.
-        """
-        request, size = seq.request, self.geometry.block_size
-        first, upto = request.prompt_tokens // size, tokens // size
-        private = seq.holes or seq.compacted or seq.family is not None
-        if private or request.publishes or request.hints.share is not None:
-            return
-        if first <= seq.span.end < upto:
-            seq.keys = self.geometry.generated_keys(request, first, upto)
-            seq.cacheable = upto
-            seq.span.creator = None
-            self.tree.commit(seq, upto, now)
 
     def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.

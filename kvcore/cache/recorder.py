@@ -120,12 +120,19 @@ class Recorder(ABC):
         first: int,
         blocks: int,
         how: Literal["new", "grown", "same", "shared"],
+        generated: bool = False,
     ) -> None:
-        """Write COMMIT: `blocks` blocks of `seq` from `first` on are those of `span` now."""
-        self.write({
+        """Write COMMIT: `blocks` blocks of `seq` from `first` on are those of `span` now.
+
+        `generated`: they are output without keys, which only this request can hit again.
+        """
+        line = {
             "n": 0, "t": now, "event": "COMMIT",
             "seq": seq, "span": span, "first": first, "blocks": blocks, "how": how,
-        })  # fmt: skip
+        }  # fmt: skip
+        if generated:
+            line["generated"] = True
+        self.write(line)
 
     def evict(
         self,

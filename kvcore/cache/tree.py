@@ -79,6 +79,7 @@ class SpanTree:
         "_created",
         "_demoted",
         "_evictable_blocks",
+        "_evicts_leaves",
         "_expires",
         "_index_insert",
         "_index_remove",
@@ -149,6 +150,7 @@ class SpanTree:
         self._index_insert = find_override(index, "insert")
         self._index_split = find_override(index, "split")
         self._index_remove = find_override(index, "remove")
+        self._evicts_leaves = index.evicts_leaves
         self._expires = eviction.expires_spans
         self._on_insert = find_override(eviction, "on_insert")
         self._on_access = find_override(eviction, "on_access")
@@ -417,8 +419,9 @@ class SpanTree:
         if self.trace is not None:
             blocks = span.end - first
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same"
-            )
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how="same",
+                generated=span.is_generated,
+            )  # fmt: skip
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
     def _store(  # noqa: C901 - one store, told from top to bottom
@@ -428,6 +431,8 @@ class SpanTree:
 
         Only the sequence that made a leaf appends to it, and only while its own is the one
         pin the leaf ever had (`creator`). So all blocks of a span have one access history.
+        Where leaves leave whole, what each step computes of a prompt is a leaf of its own, and
+        so is all that is generated.
         """
         span = seq.span
         first = span.end
@@ -438,7 +443,14 @@ class SpanTree:
             if len(ids) > count:
                 ids = ids[:count]
         self.cached_blocks += upto - first
-        appends = span.creator is seq and may_append(span, priority, until)
+        appends = (
+            span.creator is seq
+            and may_append(span, priority, until)
+            and (
+                not self._evicts_leaves
+                or span.start >= seq.request.prompt_tokens // self.geometry.block_size
+            )
+        )
         if appends:
             span.end = upto
             if span.priority_until != until:
@@ -452,8 +464,9 @@ class SpanTree:
             blocks = upto - first
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how
-            )
+                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how,
+                generated=span.is_generated,
+            )  # fmt: skip
         if self.residency is not None:
             self.residency.on_store(span, upto - first)
         if self._announces:
@@ -633,16 +646,23 @@ class SpanTree:
         missing = need - pool.free_blocks
         if missing <= 0:
             return pool.allocate(need)
+        surplus = -missing - self.evicted_blocks
         victims = self.evict(missing, seq.request.id, now)
+        surplus += self.evicted_blocks
         ids = pool.allocate(pool.free_blocks)
         if ids is not None and victims is not None:
             ids.extend(victims)
+        if surplus:
+            pool.free(None if ids is None else ids[need:], surplus)
+            if ids is not None:
+                del ids[need:]
         return ids
 
     def evict(self, blocks: int, requester: int | str, now: int) -> Ids | None:
         """Evict exactly `blocks` blocks, victim by victim, each from its tail.
 
-        The blocks are the caller's: they do not become free. O(victims), ids by slices.
+        Where leaves leave whole (`PrefixIndex.evicts_leaves`), more may leave than that. The
+        blocks are the caller's: they do not become free. O(victims), ids by slices.
 
         Returns:
             Their ids in the order in which they leave; None where the pool counts.
@@ -654,7 +674,7 @@ class SpanTree:
         self.eviction.requester = requester
         evicted: Ids | None = None
         missing = blocks
-        while missing:
+        while missing > 0:
             span, count = self._victim(missing, now)
             ids = span.ids
             if ids is not None:
@@ -682,7 +702,7 @@ class SpanTree:
         while self._demoted:
             span, released = next(iter(self._demoted.items()))
             if not span.ref_count and not span.children and span.released_order == released:
-                return span, min(span.blocks, missing)
+                return span, span.blocks if self._evicts_leaves else min(span.blocks, missing)
             del self._demoted[span]
         try:
             span = self.eviction.victim(now)
@@ -697,6 +717,8 @@ class SpanTree:
         ):
             raise self._refuse(self.eviction, "victim()", self._why_not(span))
         count = blocks = span.end - span.start
+        if self._evicts_leaves:
+            return span, count
         if self._evictable_blocks is not None:
             count = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
             if type(count) is not int or not 1 <= count <= blocks:

@@ -12,8 +12,7 @@ from kvcore.cluster import ClusterResult, simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
 from kvcore.errors import InputError
-from kvcore.progress import ticked, unseen
-from kvcore.workloads import check_keys
+from kvcore.progress import ticked
 
 if TYPE_CHECKING:
     from kvcore.report.cluster import ClusterReport
@@ -30,7 +29,7 @@ def simulate_replicas(
     with outputs(parts, given) as (trace, write_metrics):
         source = parts.workload
         with progress(f"simulating {source.name}", source.size) as tick:
-            requests = source if tick is unseen else ticked(check_keys(source), tick)
+            requests = ticked(source, tick)
             result = simulate_cluster(requests, **parts.cluster(trace), residency=False)
         document = document_of(parts, result)
         write_metrics(result, document)

@@ -173,6 +173,8 @@ def main() -> NoReturn:
 
     Once the verb is loaded, Ctrl-C and SIGTERM raise; an exception may get lost before.
     """
+    # Of what a run makes, hardly anything is a cycle: to look for some costs a tenth of it.
+    gc.set_threshold(50_000, 20, 20)
     _prepare_streams()
     warnings.showwarning = _tell  # type: ignore[assignment]
     # What torch says on import where there is no numpy, of which kvcore needs nothing.
@@ -184,8 +186,8 @@ def main() -> NoReturn:
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Of what a run makes, hardly anything is a cycle: to look for some costs a tenth of it.
-    gc.set_threshold(50_000, 20, 20)
+    # Nor is any among what was imported.
+    gc.freeze()
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, before)
     # What is left goes with the process: looking through it for cycles takes 20 ms.

@@ -16,18 +16,6 @@ from typing import Any, TypeAlias
 
 import click
 import orjson
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-)
-from rich.table import Table
-from rich.text import Text
 
 from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
@@ -146,6 +134,10 @@ def print_table(
     one below another, each with the first column. Text is printed as it is: brackets are
     no markup.
     """
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415 - JSON does without it
+    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.table import Table  # noqa: PLC0415 - as above
+
     width = terminal_width()
     inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
     columns: list[Column] = list(zip(*inert, strict=True))
@@ -204,8 +196,24 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     if not sys.stderr.isatty():
         yield _lines_of(description, total)
         return
+    from rich.console import Console  # noqa: PLC0415 - for terminals alone
+    from rich.progress import (  # noqa: PLC0415 - as above
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+    )
+    from rich.text import Text  # noqa: PLC0415 - as above
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), _Done()
+    class Done(ProgressColumn):
+        """The column that says how much is done, and how long the rest takes."""
+
+        def render(self, task: Task) -> Text:
+            """Return the text."""
+            return Text(done_so_far(task.completed, task.total, task.elapsed or 0))
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), Done()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escaped(description), total=total)
         yield lambda done: bar.advance(task, done)
@@ -248,14 +256,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:  # noqa: PLR2004
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
-
-
-class _Done(ProgressColumn):
-    """The column of a progress bar that says how much is done, and how long the rest takes."""
-
-    def render(self, task: Task) -> Text:
-        """Return the text."""
-        return Text(done_so_far(task.completed, task.total, task.elapsed or 0))
 
 
 def _lines_of(description: str, total: int | None) -> Tick:
@@ -395,4 +395,6 @@ def _fitting(columns: list[Column], width: int | None) -> int:
 
 
 def _width(column: Iterable[str]) -> int:
+    from rich.cells import cell_len  # noqa: PLC0415 - for tables alone
+
     return max(map(cell_len, column))

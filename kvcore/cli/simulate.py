@@ -47,7 +47,6 @@ from kvcore.serving import simulate as run_simulation
 from kvcore.serving.result import REQUESTS, SUMMARY, Reported
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
-from kvcore.workloads import check_keys
 
 if TYPE_CHECKING:
     from kvcore.report import SimulationReport
@@ -195,7 +194,7 @@ def _run(
         longest = max((request.output_tokens for request in source), default=0)
     with (silent if live else progress)(f"simulating {source.name}", source.size) as tick:
         result = run_simulation(
-            source if tick is unseen else ticked(check_keys(source), tick),
+            source if tick is unseen else ticked(source, tick),
             **made,
             allocation=allocation,
             max_output=longest,

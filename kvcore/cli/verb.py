@@ -146,7 +146,7 @@ HEADINGS = {
     "Requests": (
         *("limit", "window", "shrink", "prompts", "max_output", "rate_scale", "slo"),
         *("stop_at_eos", "check", "text", "prompt_tokens", "tokens", "texts", "needles"),
-        "announce",
+        *("announce", "where", "by", "rounds", "spread"),
     ),
     "Model and device": (
         *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),
@@ -162,6 +162,7 @@ HEADINGS = {
     "Rules of engines": (
         *("like", "show", "unchunked", "max_chunk", "reserve", "commit", "generated"),
         *("admit_after_preemption", "ties", "lag", "null_block", "max_model_len"),
+        *("new_token_ratio", "preempts"),
     ),
     "Output": (
         *("residency", "trace", "out", "live", "csv", "step_times", "acceptance", "export"),

@@ -104,8 +104,9 @@ class ReplicaLoop(ServingLoop):
         if self.batcher.chunks or not self._jumps:
             self._computed = self._compute()
             return self.clock_ps + self._computed.took_ps
-        lines, event_ps, arrival_ps = self._foreseen()
-        steps, times = self.allocator.foresee(lines, self.clock_ps, event_ps, arrival_ps)
+        lines, event = self._foreseen()
+        event_ps = event * PS_PER_NS if event < NEVER else None
+        steps, times = self.allocator.foresee(lines, self.clock_ps, event_ps)
         if steps > 1 and self._growth(steps) > self._room(telling=telling):
             self._jumped = self._jump(horizon())
             return self.clock_ps + self._jumped[1]
@@ -122,9 +123,7 @@ class ReplicaLoop(ServingLoop):
         steps, times = self._ahead
         self._ahead = None
         if steps > 1:
-            passed = times.reach(now * PS_PER_NS - self.clock_ps, steps)
-            # Under a lag the plan after the step that runs does not know of who comes now.
-            steps = min(steps, passed + self._lag)
+            steps = times.reach(now * PS_PER_NS - self.clock_ps, steps)
         self._jumped = self.allocator.run(steps, times, self.clock_ps)
         return self.clock_ps + self._jumped[1]
 
@@ -168,12 +167,15 @@ class ReplicaLoop(ServingLoop):
 
     def wake(self, now: int) -> None:
         """Move the clock of an idle loop to `now` (ns)."""
-        self.clock_ps = max(self.clock_ps, now * PS_PER_NS)
+        if self.clock_ps < now * PS_PER_NS:
+            self.clock_ps = now * PS_PER_NS
 
     def idle_until(self) -> int:
         """Return when (ns) an idle loop has something to do by itself, or NEVER."""
         batcher = self.batcher
         at = self.inbox.next_at
+        if self._unseen:
+            at = min(at, self._unseen[0][0])
         if batcher.timers and batcher.waiting:
             at = min(at, batcher.timers[0][0])
         if batcher.loads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import attrs
@@ -315,28 +315,28 @@ def merge_logs(
         job = Job(request, 0, arrival, DecodeSteps(), 0, request.slo or slo)
         turned_away.rejected(job, why)
     logs = [*logs, (-1, turned_away, ())]
-    # By time, place and row, each as one integer: tuples would take four times the memory.
+    # The rows of one log after those of another, each by its time as one integer: tuples
+    # would take four times the memory.
+    starts = list(accumulate((len(log.ids) for _, log, _ in logs), initial=0))
     order = sorted(
-        ((max(log.finish[row], log.arrival[row]) * len(logs) + place) << _ROW_BITS) + row
-        for place, (_, log, handed) in enumerate(logs)
-        for row in range(len(log.ids))
+        (end << _ROW_BITS) + start + row
+        for start, (_, log, handed) in zip(starts, logs, strict=False)
+        for row, end in enumerate(map(max, log.finish, log.arrival))
         if row not in handed
     )
-    places = array("i", ((each >> _ROW_BITS) % len(logs) for each in order))
     rows = array("q", (each & ((1 << _ROW_BITS) - 1) for each in order))
     del order
     merged = RunLog(sum(log.pool.blocks for _, log, _ in logs), slo)
-    for name in COLUMNS:
-        columns = [getattr(log, name) for _, log, _ in logs]
-        kind = getattr(merged, name).typecode
-        found = (columns[place][row] for place, row in zip(places, rows, strict=True))
-        setattr(merged, name, array(kind, found))
-    for at, (place, row) in enumerate(zip(places, rows, strict=True)):
-        log = logs[place][1]
-        merged.ids.append(log.ids[row])
-        merged.tenants.append(log.tenants[row])
-        if row in log.reasons:
-            merged.reasons[at] = log.reasons[row]
+    for name in (*COLUMNS, "ids", "tenants"):
+        column = list(chain.from_iterable(getattr(log, name) for _, log, _ in logs))
+        getattr(merged, name).extend(map(column.__getitem__, rows))
+    reasons = {
+        start + row: why
+        for start, (_, log, _) in zip(starts, logs, strict=False)
+        for row, why in log.reasons.items()
+    }
+    if reasons:
+        merged.reasons = {at: reasons[row] for at, row in enumerate(rows) if row in reasons}
     for _, log, _ in logs:
         merged.itl.merge(log.itl)
         merged.steps += log.steps
@@ -344,4 +344,5 @@ def merge_logs(
         merged.own_slos += log.own_slos
         if log.drafts is not None:
             merged.drafts = (merged.drafts or DraftStats()).plus(log.drafts)
-    return merged, [logs[place][0] for place in places]
+    places = list(chain.from_iterable([number] * len(log.ids) for number, log, _ in logs))
+    return merged, list(map(places.__getitem__, rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ class Replica:
         prompt_blocks: blocks that these prompts fill, shared ones counted for each.
         routed: requests that were ever sent to it.
         data: the router's own.
+        hit_tokens: tokens of the prompt that is routed now whose K/V it is thought to have.
     """
 
     number: int
@@ -53,32 +54,24 @@ class Replica:
     prompt_blocks: int = 0
     routed: int = 0
     data: Any = None
+    hit_tokens: int = attrs.field(default=0, init=False, repr=False)
     _usage: Callable[[], float] = attrs.field(default=float, init=False, repr=False)
     _seconds: Callable[[int, int], float] | None = attrs.field(
         default=None, init=False, repr=False
     )
-    _hits: Mapping[int, int] = attrs.field(factory=dict, init=False, repr=False)
 
     def connect(
         self,
         usage: Callable[[], float],
         prefill_seconds: Callable[[int, int], float] | None = None,
-        hits: Mapping[int, int] | None = None,
     ) -> None:
-        """Set where `usage`, `prefill_seconds` and `hit_tokens` are taken from."""
+        """Set where `usage` and `prefill_seconds` are taken from."""
         self._usage, self._seconds = usage, prefill_seconds
-        if hits is not None:
-            self._hits = hits
 
     @property
     def usage(self) -> float:
         """The share of its blocks that running requests hold, as the server tells it."""
         return self._usage()
-
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens of the prompt that is routed now whose K/V it is thought to have."""
-        return self._hits.get(self.number, 0)
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
         """Return the time to prefill `tokens` tokens after `context` others, by itself.
@@ -186,10 +179,7 @@ class Dispatcher:
         router.bind()
         self.router, self.replicas, self.view = router, replicas, view
         self.up: tuple[Replica, ...] = ()
-        # One for all replicas: what each is thought to have of the prompt that is routed.
-        self._hits: dict[int, int] = {}
-        for replica in replicas:
-            replica._hits = self._hits  # noqa: SLF001 - of this module
+        self._own = frozenset(replicas)
         self._uses_hits = router.uses_hits
         self._on_routed = find_override(router, "on_routed")
         self._on_first_token = find_override(router, "on_first_token")
@@ -214,15 +204,14 @@ class Dispatcher:
         if not up:
             return None
         if self._uses_hits:
-            self._hits.clear()
-            self._hits.update(self.view.find(request, now))
+            self._expect_hits(request, up, now)
         try:
             chosen = router.route(request, up, now)
         except FAILURES as error:
             raise_policy_error(router, "route", error)
         if chosen is None:
             return None
-        ours = isinstance(chosen, Replica) and chosen._hits is self._hits  # noqa: SLF001 - as above
+        ours = isinstance(chosen, Replica) and chosen in self._own
         if not ours or not chosen.up or chosen.number in tried:
             why = f"{chosen!r:.80}, which is none of the replicas that it was given"
             raise wrong_answer(router, f"route() of request {request.id!r}", why)
@@ -274,6 +263,12 @@ class Dispatcher:
         self.up = tuple(each for each in self.replicas if each.up)
         self.view.lost(replica.number, now)
         self._call("on_left", self.router.on_left, replica, now)
+
+    def _expect_hits(self, request: Request, up: Iterable[Replica], now: int) -> None:
+        """Let each replica know how much of the prompt it is thought to have."""
+        hits = self.view.find(request, now)
+        for replica in up:
+            replica.hit_tokens = hits.get(replica.number, 0)
 
     def _uncount(self, request: Request, replica: Replica) -> None:
         missing, tokens = self._sent.pop(request.id), request.prompt_tokens

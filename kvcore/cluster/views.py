@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Keys
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import attrs
 from attrs.validators import ge, optional
@@ -56,13 +56,11 @@ class Holders:
     def discard(self, replica: int, keys: Iterable[Key]) -> None:
         """Record that `replica` no longer holds `keys`, nor any after them. O(keys)."""
         masks = self._masks
-        bit = self._bits.setdefault(replica, 1 << replica)
+        others = ~(1 << replica)
         for key in keys:
-            left = masks.get(key, 0) & ~bit
+            left = masks.pop(key, 0) & others
             if left:
                 masks[key] = left
-            else:
-                masks.pop(key, None)
 
     def drop(self, replica: int) -> None:
         """Record that `replica` holds nothing. O(all keys)."""
@@ -71,23 +69,23 @@ class Holders:
 
     def find(self, keys: Keys[Key], size: int, most: int) -> dict[int, int]:
         """Return how much of a prompt each holder has: `size` for each key, at most `most`."""
-        get = self._masks.get
-        mask = get(keys[0], 0) if keys else 0
-        if not mask:
-            return {}
+        get, end = self._masks.get, len(keys)
         found: dict[int, int] = {}
-        # Parts of the prompt: first place and its holders, last place and its holders.
-        parts = [(0, mask, len(keys), 0)]
-        while parts:
-            low, held, high, left = parts.pop()
-            if high - low > 1:
+        low, held = 0, get(keys[0], 0) if keys else 0
+        while held:
+            # The next key with fewer holders: in steps that double, then by bisection.
+            step = 1
+            while low + step < end and get(keys[low + step], 0) == held:
+                low += step
+                step *= 2
+            high = min(low + step, end)
+            while high - low > 1:
                 middle = (low + high) // 2
-                mask = get(keys[middle], 0)
-                if mask != left:
-                    parts.append((middle, mask, high, left))
-                if mask != held:
-                    parts.append((low, held, middle, mask))
-                continue
+                if get(keys[middle], 0) == held:
+                    low = middle
+                else:
+                    high = middle
+            left = get(keys[high], 0) if high < end else 0
             amount = min(high * size, most)
             # Replicas that hold this key and not the next, the last one first.
             ending = f"{held & ~left:b}"
@@ -95,6 +93,7 @@ class Holders:
             while at >= 0:
                 found[last - at] = amount
                 at = ending.find("1", at + 1)
+            low, held = high, left
         return found
 
 
@@ -206,19 +205,6 @@ def _bisect(keys: Keys[Key], is_after: Callable[[Key], bool]) -> int:
     return low
 
 
-class _Event(NamedTuple):
-    """Blocks `[first, end)` of a path were stored or have left; a key stands for `ratio`."""
-
-    at: int
-    serial: int
-    place: _Place
-    stored: bool
-    keys: Keys[Key]
-    first: int
-    end: int
-    ratio: int
-
-
 @attrs.define(eq=False)
 class _Size:
     """What is held in blocks of one size.
@@ -233,25 +219,35 @@ class _Size:
     holders: Holders = attrs.field(factory=Holders)
     parts: dict[tuple[int, Key], int] = attrs.field(factory=dict)
 
-    def apply(self, replica: int, event: _Event) -> None:
-        """Record what was stored, or has left."""
-        ratio, keys = event.ratio, event.keys
-        start, stop = event.first // ratio, (event.end - 1) // ratio + 1
+    def store(self, replica: int, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+        """Record that blocks `[first, end)` of `keys` were stored; a key stands for `ratio`."""
         if ratio == 1:
-            change = self.holders.add if event.stored else self.holders.discard
-            change(replica, keys[start:stop])
+            self.holders.add(replica, keys[first:end])
             return
-        for key in (keys[start], keys[stop - 1]):
+        keys = self._take(replica, keys, first, end, ratio)
+        self.holders.add(replica, keys)
+        if end % ratio:
+            self.parts[replica, keys[-1]] = end % ratio
+
+    def remove(self, replica: int, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+        """Record that blocks `[first, end)` of `keys` have left."""
+        if ratio == 1:
+            self.holders.discard(replica, keys[first:end])
+            return
+        keys = self._take(replica, keys, first, end, ratio)
+        if first % ratio:
+            self.parts[replica, keys[0]] = first % ratio
+            keys = keys[1:]
+        self.holders.discard(replica, keys)
+
+    def _take(
+        self, replica: int, keys: Keys[Key], first: int, end: int, ratio: int
+    ) -> Keys[Key]:
+        """Return the keys of blocks `[first, end)`, no longer counted as held in part."""
+        keys = keys[first // ratio : (end - 1) // ratio + 1]
+        for key in (keys[0], keys[-1]):
             self.parts.pop((replica, key), None)
-        if event.stored:
-            self.holders.add(replica, keys[start:stop])
-            if event.end % ratio:
-                self.parts[replica, keys[stop - 1]] = event.end % ratio
-            return
-        if event.first % ratio:
-            self.parts[replica, keys[start]] = event.first % ratio
-            start += 1
-        self.holders.discard(replica, keys[start:stop])
+        return keys
 
     def find(self, request: Request) -> Mapping[int, int]:
         """Return the tokens of the prompt that would hit in each replica."""
@@ -277,6 +273,10 @@ class _Size:
             del self.parts[part]
 
 
+_Record: TypeAlias = Callable[..., None]
+"""`_Size.store` or `_Size.remove`."""
+
+
 @attrs.define(eq=False)
 class _Place:
     """A replica that tells what it stores and evicts, in one of its lives.
@@ -291,7 +291,8 @@ class _Place:
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored."""
-        self.tell(self, now, span, blocks, stored=True)
+        keys, end, ratio = span.path_keys, span.end, span.geometry.ratio
+        self.tell(self, now, _Size.store, keys, end - blocks, end, ratio)
         if self.below is not None:
             self.below.stored(span, blocks, now)
 
@@ -302,7 +303,8 @@ class _Place:
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to leave."""
-        self.tell(self, now, span, blocks, stored=False)
+        keys, end, ratio = span.path_keys, span.end, span.geometry.ratio
+        self.tell(self, now, _Size.remove, keys, end - blocks, end, ratio)
         if self.below is not None:
             self.below.leaving(span, blocks, now, reason)
 
@@ -321,7 +323,10 @@ class EventsView(PrefixView):
     delay: int = attrs.field(default=0, validator=ge(0))
     _sizes: dict[int | None, _Size] = attrs.field(factory=dict, init=False)
     _places: dict[int, _Place] = attrs.field(factory=dict, init=False)
-    _coming: list[_Event] = attrs.field(factory=list, init=False)
+    # When it was told, its serial, who told it, what records it, and of which blocks.
+    _coming: list[tuple[int, int, _Place, _Record, Any, Any, Any, Any]] = attrs.field(
+        factory=list, init=False
+    )
     _serial: int = attrs.field(default=0, init=False)
 
     wants_events = True
@@ -343,19 +348,17 @@ class EventsView(PrefixView):
     def catch_up(self, now: int) -> None:
         """Take the events that have come by now."""
         coming, until = self._coming, now - self.delay
-        while coming and coming[0].at <= until:
-            event = heappop(coming)
-            place = event.place
-            if self._places.get(place.replica) is place:
-                place.size.apply(place.replica, event)
+        while coming and coming[0][0] <= until:
+            at, _, place, record, *blocks = heappop(coming)
+            self._record(place, at, record, *blocks)
 
     def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica tells that it has stored the blocks of `keys`."""
-        self._told(replica, keys, now, stored=True)
+        self._told(replica, now, _Size.store, keys)
 
     def removed(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica tells that the blocks of `keys` have left."""
-        self._told(replica, keys, now, stored=False)
+        self._told(replica, now, _Size.remove, keys)
 
     def lost(self, replica: int, now: int) -> None:
         """Forget what a replica held, and what it told that has not come yet."""
@@ -367,22 +370,26 @@ class EventsView(PrefixView):
     def _place(self, replica: int, size: int | None, layout: BlockLayout | None) -> _Place:
         """Return a new life of a replica, with blocks of `size` tokens."""
         blocks = self._sizes.setdefault(size, _Size(layout))
-        place = self._places[replica] = _Place(replica, blocks, self._hear)
+        # A simulated cluster routes nothing before all that came before has been told.
+        tell = self._expect if self.delay else self._record
+        place = self._places[replica] = _Place(replica, blocks, tell)
         return place
 
-    def _hear(self, place: _Place, now: int, span: Span, blocks: int, *, stored: bool) -> None:
-        end, ratio = span.end, span.geometry.ratio
-        self._expect(place, now, span.path_keys, end - blocks, end, ratio, stored=stored)
-
-    def _told(self, replica: int, keys: Keys[Key], now: int, *, stored: bool) -> None:
+    def _told(self, replica: int, now: int, record: _Record, keys: Keys[Key]) -> None:
         if keys:
             place = self._places.get(replica) or self._place(replica, None, None)
-            self._expect(place, now, keys, 0, len(keys), 1, stored=stored)
+            self._expect(place, now, record, keys, 0, len(keys), 1)
 
-    def _expect(self, place: _Place, at: int, *blocks: Any, stored: bool) -> None:
-        """Let an event come after the delay."""
+    def _expect(self, place: _Place, at: int, record: _Record, *blocks: Any) -> None:
+        """Let what a replica tells at `at` come after the delay."""
         self._serial += 1
-        heappush(self._coming, _Event(at, self._serial, place, stored, *blocks))
+        heappush(self._coming, (at, self._serial, place, record, *blocks))
+
+    def _record(self, place: _Place, at: int, record: _Record, *blocks: Any) -> None:
+        """Record what a replica has told, unless it has lost that."""
+        del at
+        if self._places.get(place.replica) is place:
+            record(place.size, place.replica, *blocks)
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""

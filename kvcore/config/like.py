@@ -50,5 +50,26 @@ VLLM = Likeness(
     },
 )
 
-LIKENESSES: Mapping[str, Likeness] = {each.name: each for each in (VLLM,)}
+SGLANG = Likeness(
+    "sglang",
+    "SGLang 0.5 with --schedule-policy lpm on an H100: radix cache, chunked prefill, prefill "
+    "first. --scheduler fcfs is its default policy; its pages are --block-size 1.",
+    {
+        "max_tokens": 8192,
+        "max_seqs": 2048,
+        "steps": "prefill-first",
+        "chunked": True,
+        "watermark": 0.0,
+        "reserve": "chunk",
+        "commit": "computed",
+        "generated": "cached",
+        "new_token_ratio": 0.7,
+        "preempts": "shortest",
+        "scheduler": "lpm:defer_shared=32,beyond=fcfs",
+        "eviction": "lru:renew_split=true",
+        "prefix": "radix:evict=leaf",
+    },
+)
+
+LIKENESSES: Mapping[str, Likeness] = {each.name: each for each in (VLLM, SGLANG)}
 """The engines that kvcore can decide like, by name."""

@@ -216,14 +216,17 @@ class RunParts:
         return {
             "workload": self.workload,
             "seed": self.config.seed,
-            "model": {"name": self.model.name, "codec": self._codec_text()},
+            "model": {
+                "name": self.model.name,
+                "codec": self._codec_text(),
+                **self._weights(),
+            },
             "device": {"name": self.device.name, "count": self.deployment.devices},
             "recompute": cost_fields(PrefillCost.of(self.model, self.device)),
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
-        dtype = self.config.weights_dtype
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         return {
             "kvcore": version(),
@@ -237,7 +240,7 @@ class RunParts:
             "device": self.device.name,
             "tensor_parallel": self.deployment.devices,
             "codec": self._codec_text(),
-            **({} if dtype is None else {"weights_dtype": dtype}),
+            **self._weights(),
             "bytes_per_block": self._block_bytes(),
             "plugins": {p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
             "tiers": [plain(describe(p)) for p in used if p.kind == "tier"],
@@ -347,6 +350,11 @@ class RunParts:
     def _codec_text(self) -> str:
         """Return how K/V is kept, as headers and reports say it."""
         return str(self.codec)
+
+    def _weights(self) -> dict[str, str]:
+        """Return the number format of the weights as headers and reports say it, if given."""
+        dtype = self.config.weights_dtype
+        return {} if dtype is None else {"weights_dtype": dtype}
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block."""

@@ -381,7 +381,7 @@ class RecordedParts(RunParts):
     def _blocks_of(self, block_size: int) -> int:
         """Return how many blocks of another size take the memory of the recorded pool."""
         recorded, size = int(self._header["blocks"]), int(self._header["block_size"])
-        recorded += self._header.get("batching", {}).get("null_block", False)
+        recorded += bool(self._header.get("batching", {}).get("null_block"))
         if block_size < 1:
             return recorded
         blocks = recorded * size // block_size

@@ -113,7 +113,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 RULES = (
     *("unchunked", "max_chunk", "reserve", "commit", "generated", "admit_after_preemption"),
-    *("ties", "lag", "null_block", "max_model_len"),
+    *("ties", "lag", "null_block", "max_model_len", "new_token_ratio", "preempts"),
 )
 """Options by which engines differ: the fields of `Batching` that are no limits of a step."""
 
@@ -175,11 +175,11 @@ class RunConfig:
             token a sequence.
         tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
             nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
-        like: the engine whose rules are the defaults, `vllm`; None: those of kvcore. It
+        like: the engine whose rules are the defaults, `vllm` or `sglang`; None: those of kvcore. It
             counts where a configuration is made by `of`, as all of kvcore does.
         max_tokens, max_seqs, steps, chunked, watermark, unchunked, max_chunk, reserve,
-            commit, generated, admit_after_preemption, ties, lag, max_model_len: as in
-            `Batching`.
+            commit, generated, admit_after_preemption, ties, lag, max_model_len,
+            new_token_ratio, preempts: as in `Batching`.
         null_block: whether a block of the pool is never used: `blocks` and `memory` are with
             it.
         allocation: `paged`, or `contiguous` as before paging.
@@ -303,6 +303,16 @@ class RunConfig:
     )
     max_model_len: int | None = _option(
         None, "Largest number of tokens of a sequence, at which its text ends."
+    )
+    new_token_ratio: float | None = _option(
+        None,
+        "Share of what running sequences will generate that an admission leaves room for, at "
+        "first; it falls as they decode.",
+    )
+    preempts: Literal["last", "shortest"] = _option(
+        CAPS.preempts,
+        "Sequence that loses its blocks: the last in order, or of those that decode the one "
+        "with the fewest generated tokens.",
     )
     rate_scale: float = _option(1.0, "Factor on the rate at which recorded requests arrive.")
     slo: SLOChoice = _option(

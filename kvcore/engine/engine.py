@@ -125,6 +125,12 @@ def run(
     latency = resolve("latency", latency, "roofline")
     latency.bind()
     batching = Batching() if batching is None else batching
+    if batching.commit == "scheduled" and scheduler.preemptive:
+        msg = (
+            f"commit='scheduled' with scheduler {scheduler.name!r}, which pauses: blocks could "
+            "be read that are never computed; give commit='computed', or preemptive=false"
+        )
+        raise InputError(msg)
     built_generator: Generator = resolve("generator", generator)
     built_backend: Backend = resolve("backend", backend)
     texts = False

@@ -293,7 +293,8 @@ class _EventMaker:
         state.apply(line)
         if isinstance(line, events.Commit):
             if line.how in STORED:
-                keys = state.sequences[line.seq].prompt.keys
+                prompt = state.sequences[line.seq].prompt
+                keys = prompt.generated if line.generated is True else prompt.keys
                 yield from self._stored(keys, line.first, line.first + line.blocks, MEDIUM)
         elif isinstance(line, (events.Offload, events.Recover, events.Discard)):
             yield from self._moved(line)

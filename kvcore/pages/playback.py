@@ -179,6 +179,10 @@ class Prompts:
     def extend(self, number: int, keys: Iterable[Any], blocks: int) -> None:
         """Record keys of blocks that a request generated, and how many blocks have one now."""
         self.blocks[number] = blocks
+        self.name(number, keys)
+
+    def name(self, number: int, keys: Iterable[Any]) -> None:
+        """Record that a request was the first to have the blocks of `keys`."""
         for key in keys:
             self._first.setdefault(key, number)
 
@@ -461,6 +465,8 @@ class Playback:
         owner, how = self._of_sequence[event.seq], COMMITTED.index(event.how)
         if event.how == "new":
             self._stored[event.span] = owner, event.t
+        if event.generated is True:
+            self.prompts.name(owner, self._state.sequences[event.seq].prompt.generated)
         self._row(event, owner, event.seq, event.span, event.blocks, how)
 
     def _evict(self, event: events.Evict, victim: tuple[TracedSpan, int]) -> None:

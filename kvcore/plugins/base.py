@@ -6,7 +6,7 @@ import inspect
 import sys
 import warnings
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
@@ -32,11 +32,14 @@ class Plugin(ABC):
         name: the name of the plugin in text; unique within its kind.
         renamed_options: what options of an earlier release are called now; text with the
             old name works, with a FutureWarning.
+        later_options: options of a later release than the plugin, which traces and reports
+            show only where they are not the default.
     """
 
     kind: ClassVar[str]
     name: ClassVar[str]
     renamed_options: ClassVar[Mapping[str, str]] = {}
+    later_options: ClassVar[Collection[str]] = ()
 
     _bound = False
 
@@ -92,7 +95,12 @@ class Plugin(ABC):
         """
         cls = type(self)
         try:
-            return {option.name: getattr(self, option.name) for option in options_of(cls)}
+            return {
+                option.name: getattr(self, option.name)
+                for option in options_of(cls)
+                if option.name not in cls.later_options
+                or getattr(self, option.name) != option.default
+            }
         except AttributeError as error:
             name = error.name
             msg = (

@@ -325,7 +325,11 @@ class SimulationReport:
         header = {
             **config,
             "mode": config.get("clock", "model"),
-            "model": {"name": config["model"], "codec": config["codec"]},
+            "model": {
+                "name": config["model"],
+                "codec": config["codec"],
+                "weights_dtype": config.get("weights_dtype"),
+            },
             "device": {"name": config["device"], "count": config["tensor_parallel"]},
             "count": summary["count"],
             "block_size": summary["pool"]["block_size"],

@@ -240,6 +240,12 @@ CLOCKS = {"model": "by the model's clock", "wall": "by the wall clock"}
 SETTINGS = ("allocation", "rate_scale", "slo", "seed")
 
 
+def _formats(served: Mapping[str, Any]) -> str:
+    """Return the number formats of the K/V and of the weights, as far as they are given."""
+    kept, weights = served.get("codec", served.get("kv_dtype")), served.get("weights_dtype")
+    return (f" in {kept}" if kept else "") + (f", weights in {weights}," if weights else "")
+
+
 def setup(header: Mapping[str, Any]) -> str:
     """Return a sentence: all that the header of a trace says of its run.
 
@@ -251,8 +257,7 @@ def setup(header: Mapping[str, Any]) -> str:
     if workload := header.get("workload"):
         parts.append(f"workload {_wrappable(workload['name'], workload['options'])}")
     if served:
-        kept = served.get("codec", served.get("kv_dtype"))
-        dtype = f" in {kept}" if kept else ""
+        dtype = _formats(served)
         where = f" on {device.get('count', 1)} x {device.get('name')}" if device else ""
         parts.append(f"{served.get('name')}{dtype}{where}")
     elif cost:

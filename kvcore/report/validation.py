@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import attrs
 
-from kvcore.analysis.measured import LABELS, LOAD, MEASURES
+from kvcore.analysis.measured import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore.analysis.validation import GROUPS, Compared, Errors, Validation
-from kvcore.config.run_config import option_names
 from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, picture
 from kvcore.report.tables import NONE, counted, printable
 from kvcore.units import format_number, format_seconds
@@ -31,6 +30,9 @@ Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequ
 
 SMALL = 0.01
 """Share of the rows below which a group is left out of the table; JSON has it."""
+
+WORST = 3
+"""Rows that are named for each measure."""
 
 MOST_GROUPS = 12
 """Groups that have a colour and a marker of their own in a plot."""
@@ -56,7 +58,8 @@ class ValidationReport:
         others = f", {left:,} left out" if left else ""
         return (
             f"{found.source}: {counted(len(found.compared), 'row')} simulated{others}. "
-            "Errors are simulated / measured - 1."
+            "Errors are simulated / measured - 1: their median, that of their absolute values, "
+            "and of these the 90th percentile."
         )
 
     @property
@@ -65,22 +68,22 @@ class ValidationReport:
         return [
             *("rows that have", "rows"),
             *(
-                f"{NAMES[name]}{what}"
+                what
                 for name in self.validation.measures
-                for what in (", median", ", absolute", ", p90")
+                for what in (NAMES[name], "absolute", "p90")
             ),
         ]
 
     @cached_property
     def rows(self) -> list[list[str]]:
-        """The errors of all rows, and of each group that is not small."""
+        """The errors of all rows, and of each group that is neither small nor all."""
         every = self.validation.compared
         return [
             self._cells("all", every),
             *(
                 self._cells(f"{by} {name}", of)
                 for by, name, of in self._groups()
-                if len(of) >= SMALL * len(every)
+                if SMALL * len(every) <= len(of) < len(every)
             ),
         ]
 
@@ -103,14 +106,15 @@ class ValidationReport:
                 f"{each.error(measure):+.1%}",
             ]
             for measure in self.validation.measures
-            for each in self.validation.worst(measure)
+            for each in self.validation.worst(measure, WORST)
         ]
 
     @property
     def example(self) -> str:
         """The command that simulates the row that is furthest off in the last measure."""
-        (worst, *_) = self.validation.worst(self.validation.measures[-1])
-        return f"The last of these by itself:\n{command(worst)}"
+        measure = self.validation.measures[-1]
+        (worst,) = self.validation.worst(measure, 1)
+        return f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}"
 
     @property
     def left_out(self) -> list[list[str]]:
@@ -147,7 +151,7 @@ class ValidationReport:
         """Write a line for each row: what was measured, what was simulated, and the errors."""
         rows = [_fields(each) for each in self.validation.compared]
         every = {name for row in rows for name in row}
-        order = ["line", *LABELS, *option_names(), *LOAD]
+        order = ["line", *LABELS, *OPTIONS, *LOAD]
         for measure in MEASURES:
             order += [measure, f"simulated_{measure}", f"{measure}_error"]
         names = [name for name in order if name in every]
@@ -212,15 +216,21 @@ class ValidationReport:
 
     def _errors(self, of: list[Compared]) -> dict[str, Any]:
         found = {name: self.validation.errors(name, of) for name in self.validation.measures}
-        return {name: None if each is None else attrs.asdict(each) for name, each in found.items()}
+        return {
+            name: None if each is None else attrs.asdict(each) for name, each in found.items()
+        }
 
 
 def command(each: Compared) -> str:
     """Return the command that simulates a row by itself."""
-    options = " ".join(
-        f"--{name.replace('_', '-')} {value}" for name, value in each.row.options.items()
-    )
-    return f"kvcore simulate {each.config.workload} {options}"
+    words = ["kvcore simulate", str(each.config.workload)]
+    for name, value in each.options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag} {'none' if value is None else value}")
+    return " ".join(words)
 
 
 def _frame(

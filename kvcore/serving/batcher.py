@@ -73,6 +73,13 @@ class Batching:
             without it; the watermark is a share of all blocks, rounded down.
         max_model_len: the most tokens of a sequence: a longer prompt is rejected, and a text
             ends there; None: unbounded.
+        new_token_ratio: beside running jobs an admission leaves room for all tokens that it
+            will generate, and for this share of those that they will: 4,096 tokens each at
+            most. See `TokenRatio` for how the share moves. Who finds no room ends the
+            admissions until one that runs has left. None: the watermark alone counts.
+        preempts: which job loses its blocks when those that decode find none: the `last` in
+            order; or of those that decode the `shortest`, with the fewest generated tokens,
+            then the longest prompt. What that has generated does not stay cached.
 
     Raises:
         InputError: limits that let nothing run, or a rule that there is not.
@@ -93,6 +100,8 @@ class Batching:
     lag: int = 0
     null_block: bool = False
     max_model_len: int | None = None
+    new_token_ratio: float | None = None
+    preempts: Literal["last", "shortest"] = "last"
 
     def __attrs_post_init__(self) -> None:
         """Check the limits."""
@@ -135,6 +144,9 @@ class Batching:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 return f"{name}={value!r}: give whole tokens, at least 1, or None"
+        ratio = self.new_token_ratio
+        if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= 1):
+            return f"new_token_ratio={ratio!r}: give a share above 0, at most 1, or None"
         return ""
 
     def reserved_blocks(self, blocks: int) -> int:
@@ -162,9 +174,50 @@ _CHOICES = {
     "commit": ("computed", "scheduled"),
     "generated": ("keyed", "cached"),
     "ties": ("last", "first"),
+    "preempts": ("last", "shortest"),
 }
 
 _DEFAULTS = Batching()
+
+
+_LONGEST = 4096
+"""Tokens still to be generated that an admission counts of one request at most."""
+
+
+class TokenRatio:
+    """The share of what running jobs will generate that an admission leaves room for.
+
+    It falls with each decode step, over 600 of them to 0.14 of what it was given as. A
+    preemption sets it to what the jobs left have generated, and 20 tokens more each, of all
+    that they will. When nothing runs it starts anew. O(1) for any number of steps.
+
+    Source: `new_token_ratio` of SGLang 0.5 and its constants.
+    """
+
+    __slots__ = ("_first", "_since", "_value")
+
+    def __init__(self, first: float) -> None:
+        """Start with the share `first`, at decode step 0."""
+        self._first = self._value = first
+        self._since = 0
+
+    def at(self, step: int) -> float:
+        """Return the share after `step` decode steps."""
+        if step <= self._since:
+            return self._value
+        low = self._first * 0.14
+        return max(self._value - (step - self._since) * (self._first - low) / 600, low)
+
+    def restart(self, step: int) -> None:
+        """Start anew: nothing runs."""
+        self._value, self._since = self._first, step
+
+    def preempted(self, left: Iterable[Job], step: int) -> None:
+        """Set the share by the jobs that are left, in the step that has preempted others."""
+        jobs = list(left)
+        generated = sum(job.generated for job in jobs) + 20 * len(jobs)
+        self._value = min(1.0, generated / (sum(job.output_tokens for job in jobs) + 1))
+        self._since = step + 1
 
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
@@ -317,8 +370,13 @@ class Batcher:
         # What a load brings from a tier, or a transfer from another server, needs its blocks.
         self._whole = batching.reserve == "prompt" or cache.tiers is not None
         self._publishes = batching.commit == "scheduled"
+        self._unpublished: list[tuple[Job, int]] = []
         self._keeps = batching.generated == "cached"
         self._ties = batching.ties
+        ratio = batching.new_token_ratio
+        self._ratio = None if ratio is None else TokenRatio(ratio)
+        self._full = False
+        self._by_length = batching.preempts == "shortest"
         self._budget = 0
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
@@ -404,8 +462,14 @@ class Batcher:
             self._cache.settle(job.seq, job.request.prompt_tokens + job.output_tokens - 1)
         job.stage = DONE
 
-    def finish(self, job: Job, now: int) -> None:
-        """FINISH: give back the slot and the blocks of `job`, which has all its tokens."""
+    def finish(self, job: Job, now: int, *, complete: bool = True) -> None:
+        """FINISH: give back the slot and the blocks of `job`, which has all its tokens.
+
+        It is not `complete` while the last of them is on the way, as it can be under a lag.
+        """
+        if self._keeps:
+            self.retire(job)
+            self._keep_generated(job, now, complete=complete)
         trace, seq = self._cache.trace, job.seq
         if trace is not None and seq is not None:
             known = job.known_request()
@@ -419,10 +483,9 @@ class Batcher:
             )
         length = job.request.prompt_tokens + job.output_tokens - 1
         decoded, job.stage = job.stage == DECODE, DONE
-        close = self._close if self._keeps else self._allocator.close
-        close(job, now, length if decoded else None)
+        self._allocator.close(job, now, length if decoded else None)
         del self.running[job]
-        self.blocked_job = None
+        self.blocked_job, self._full = None, False
         self.changed = True
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
@@ -444,6 +507,7 @@ class Batcher:
         ran = job.stage not in (WAITING, PAUSED)
         if ran:
             self._leave_batch(job)
+            self._keep_generated(job, now, complete=not self.batching.lag)
         else:
             self.withdraw(job, now)
         if trace is not None and seq is not None:
@@ -452,7 +516,7 @@ class Batcher:
             trace.finish(now, request=job.request.id, seq=seq.id, output=job.generated)
         job.output_tokens, job.stage = job.generated, DONE
         if seq is not None:
-            self._close(job, now)
+            self._allocator.close(job, now)
         if ran:
             self.ended(job, now)
         self.blocked_job = None
@@ -473,7 +537,9 @@ class Batcher:
             self._allocator.allocated_until = step + 1
             return
         while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
-            self._recompute(self._last(now), now)
+            if not self._whole:
+                self._allocator.serve_first(now)
+            self._recompute(self._shortest(now) if self._by_length else self._last(now), now)
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
@@ -490,12 +556,18 @@ class Batcher:
             self._budget -= self._batch.size
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
+        if self._publishes and not self._ranks:
+            # Who is paused computes nothing of what is published.
+            first = next(offers, None)
+            offers = iter(()) if first is None else chain((first,), offers)
         while self._budget > 0:
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
+            if self._unpublished:
+                self._publish(now)
             admits = self._admits_after_preemption or not self._victims
             offered = next(offers, None) if admits else None
             if offered is not None and self._schedule(offered, now):
@@ -504,6 +576,19 @@ class Batcher:
                 offers, preemptive = iter(()), False
             else:
                 break
+        if self._unpublished:
+            self._publish(now)
+
+    def _publish(self, now: int) -> None:
+        """Let the blocks be hit that the chunks planned so far will fill, if that is the rule.
+
+        After those of all prompts that go on: none of these can be preempted any more, so that
+        what is published is computed.
+        """
+        for job, tokens in self._unpublished:
+            assert job.seq is not None
+            self._cache.publish(job.seq, tokens, now)
+        self._unpublished.clear()
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the share of `job` in the step's tokens to `chunks`, with blocks for it."""
@@ -525,8 +610,7 @@ class Batcher:
         self.chunks.append((job, tokens))
         self._budget -= tokens
         if self._publishes:
-            assert job.seq is not None
-            self._cache.publish(job.seq, tokens, now)
+            self._unpublished.append((job, tokens))
 
     def _most_tokens(self) -> int:
         """Return how many tokens of a prompt the step that is planned may compute."""
@@ -602,7 +686,7 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if job is self.blocked_job or job in self._victims:
+        if job is self.blocked_job or self._full or job in self._victims:
             return False
         if not (self.batching.chunked or self._in_one(job, now)):
             return False
@@ -664,10 +748,13 @@ class Batcher:
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
         reserve = self._reserve if self.running or self.paused else 0
+        if self._ratio is not None:
+            reserve = max(reserve, self._headroom(job, self._ratio))
         most = None if self._whole or self.moved is not None else self._most_tokens()
         whole = self.batching.reserve != "first-chunk"
         seq = self._allocator.open(job, now, reserve, most, whole=whole)
         if seq is None:
+            self._full = self._ratio is not None and bool(self.running)
             return False
         job.seq = seq
         job.computed = seq.computed
@@ -689,6 +776,25 @@ class Batcher:
         job.stage = PREFILL
         self._prefilling[job] = None
         return True
+
+    def _headroom(self, job: Job, ratio: TokenRatio) -> int:
+        """Return how many blocks `job` must leave, for what it and the others will generate."""
+        step, size = self._steps.count, self._cache.geometry.block_size
+        if not (self.running or self.paused):
+            ratio.restart(step)
+            return 0
+        share, tokens = ratio.at(step), min(job.predicted_left, _LONGEST) + size
+        taken = sum(
+            min(other.predicted_left, _LONGEST)
+            for other in self.running
+            if other.stage == DECODE
+        )
+        # Those of the step that is planned count as this one does; of a part, its blocks do.
+        for other, chunk in self.chunks:
+            if other.computed + chunk == other.target:
+                tokens += min(other.predicted_left, _LONGEST)
+            tokens += size
+        return -(-(int(tokens + taken * share) + 1) // size)
 
     def _loaded(self, job: Job | None, load: Load, now: int) -> None:
         """LOADED: continue with what the load has left to be computed."""
@@ -744,10 +850,11 @@ class Batcher:
         that has all its tokens needs them no more.
         """
         if job.stage == DONE:
-            self.finish(job, now)
+            self.finish(job, now, complete=False)
             self._victims.add(job)
             return
-        if job.stage == PAUSED:
+        paused = job.stage == PAUSED
+        if paused:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
@@ -759,18 +866,25 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
+        if level is None and not (paused or self._by_length):
+            # Under a lag, to give it the slot of its next token has named the one before.
+            served = job.seq is not None and job.seq.tokens > job.length
+            self._keep_generated(job, now, complete=served or not self.batching.lag)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
         elif job.seq is not None:
             job.swaps += 1
             level.park(job.seq, tokens, now)
-        self._close(job, now, keeps=level is None)
+        self._allocator.close(job, now)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         self.queue(job, now, front=True)
         self.blocked_job = None
         self._victims.add(job)
+        if self._ratio is not None:
+            decoding = (other for other in self.running if other.stage == DECODE)
+            self._ratio.preempted(decoding, self._steps.count)
 
     def _leave_batch(self, job: Job) -> None:
         """Stop the prefill or the decoding of `job`."""
@@ -780,23 +894,21 @@ class Batcher:
         else:
             del self._prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
+            self._unpublished = [each for each in self._unpublished if each[0] is not job]
         del self.running[job]
+        self._full = False
 
-    def _close(
-        self, job: Job, now: int, length: int | None = None, *, keeps: bool = True
-    ) -> None:
-        """Give the blocks of `job` back; `length` is that of its text, if not settled yet.
+    def _keep_generated(self, job: Job, now: int, *, complete: bool) -> None:
+        """Let the full blocks that `job` has generated stay cached, if all do.
 
-        Of what it has generated the full blocks stay cached, if all do, unless it `keeps` none.
-        Under a lag the newest token of a job that is preempted is not known yet, nor the block
-        that it fills.
+        If it is not `complete`, its newest token is not known yet, nor the block that it fills.
         """
-        generated = None
-        if self._keeps and keeps:
-            generated = job.computed if job.prefill_left else max(job.computed, job.length)
-            if self.batching.lag and job.stage != DONE and generated > job.computed:
-                generated -= 1
-        self._allocator.close(job, now, length, generated)
+        if not self._keeps or job.seq is None:
+            return
+        tokens = job.computed if job.prefill_left else max(job.computed, job.length)
+        if not complete and tokens > job.computed:
+            tokens -= 1
+        self._cache.keep_generated(job.seq, tokens, now)
 
     def _make_room(self, job: Job, now: int) -> bool:
         """Preempt the last in order for `job`, if nothing else will ever free any blocks.
@@ -825,6 +937,16 @@ class Batcher:
         last: Job = self._call("priority", max, held, key=order)
         return last
 
+    def _shortest(self, now: int) -> Job:
+        """Return the decoding job with the fewest generated tokens; the last if none decodes."""
+
+        def order(job: Job) -> tuple[int, int, int]:
+            assert job.seq is not None
+            return -job.generated, job.request.prompt_tokens, job.seq.admission
+
+        decoding = (job for job in self.running if job.stage == DECODE)
+        return max(decoding, key=order, default=None) or self._last(now)
+
     def _record(
         self,
         job: Job,
@@ -847,9 +969,10 @@ class Batcher:
                 how=how,
                 requester=None if requester is None else requester.request.id,
             )
-        jobs = len(self.running) + len(self.waiting)
-        if self.without_progress > _PATIENCE + 10 * jobs:
-            pool = self._cache.pool
+        jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
+        # Those that get their blocks chunk by chunk may lose them again at every chunk.
+        chunks = 1 if self._whole else pool.blocks
+        if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "

@@ -154,11 +154,9 @@ class ContiguousAllocator(MeasuredAllocator):
         self.uncomputed += seq.tokens
         return seq
 
-    def close(
-        self, job: Job, now: int, length: int | None = None, generated: int | None = None
-    ) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the piece of `job` back."""
-        del length, generated
+        del length
         seq = job.seq
         assert seq is not None
         left = job.prefill_left

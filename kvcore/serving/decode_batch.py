@@ -472,11 +472,6 @@ def _steps_for(first: int, slope: int, count: int, time: int) -> int:
     return steps
 
 
-def _past(times: StepTimes, time: int, most: int) -> int:
-    """Return the number of steps up to the first that begins `time` ps from now, or `most`."""
-    return 1 if time <= 0 else min(times.reach(time, most) + 1, most)
-
-
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 
@@ -493,6 +488,7 @@ class DecodeAllocator:
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0
+        self._served: set[Job] = set()
         self._cache = cache
         self._batch = batch
         self._by_count = cache.counts_only
@@ -537,7 +533,8 @@ class DecodeAllocator:
         request = job.request if target is None else job.known_request()
         resumed = target is not None
         if most is not None:
-            if whole and not self.fits(job, now, reserve):
+            # Alone it fits in the end: what clients have pinned yields to it.
+            if whole and self._cache.sequences and not self.fits(job, now, reserve):
                 return None
             hit = self._cache.probe(request, now, target)
             most = min(most, job.target - hit * self._block_size)
@@ -548,21 +545,13 @@ class DecodeAllocator:
         except OutOfBlocks:
             return None
 
-    def close(
-        self, job: Job, now: int, length: int | None = None, generated: int | None = None
-    ) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the blocks of `job` back.
 
-        Args:
-            job: a job that holds blocks.
-            now: the time, ns.
-            length: that of its text if it was in the batch until now; None: it was settled.
-            generated: up to which token the blocks that it has generated stay cached; None:
-                they go.
+        `length` is that of its text if it was in the batch until now; None: it was settled.
         """
         assert job.seq is not None
-        preempted = job.stage != DONE
-        self._cache.close(job.seq, now, length, preempted=preempted, generated=generated)
+        self._cache.close(job.seq, now, length, preempted=job.stage != DONE)
 
     def loaded(self, tokens: int) -> None:
         """Called when so many tokens have come into their slots from tiers."""
@@ -581,7 +570,8 @@ class DecodeAllocator:
         The slot of its next token counts if it is allocated.
         """
         assert job.seq is not None
-        allocated = self.allocated_until > self._batch.steps.count
+        allocated = self.allocated_until > self._batch.steps.count or job in self._served
+        self._served.discard(job)
         self._cache.settle(job.seq, job.length + allocated)
 
     def next_step(self, now: int) -> bool:
@@ -592,18 +582,27 @@ class DecodeAllocator:
             jobs = batch.growing(step)
             if jobs is not None:
                 cache = self._cache
+                if self._served:
+                    jobs = [job for job in jobs if job not in self._served]
                 if len(jobs) > cache.available_blocks and not cache.make_room(len(jobs), now):
                     return False
                 self._grow(jobs, 0, now)
+                self._served.clear()
             self.allocated_until = step + 1
         return True
 
+    def serve_first(self, now: int) -> None:
+        """Allocate for the first jobs of the next step, for which not all have room.
+
+        What they evict is gone, however many blocks a preemption then frees.
+        """
+        jobs = self._batch.growing(self._batch.steps.count) or []
+        jobs = [job for job in jobs if job not in self._served][: self._cache.available_blocks]
+        self._grow(jobs, 0, now)
+        self._served.update(jobs)
+
     def jump(
-        self,
-        lines: Lines[LinearPiece],
-        clock_ps: int,
-        event_ps: int | None,
-        arrival_ps: int | None = None,
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
     ) -> tuple[int, int]:
         """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
@@ -613,7 +612,6 @@ class DecodeAllocator:
             lines: the time of a step, as the maximum of lines in the context.
             clock_ps: when they begin.
             event_ps: when the next event comes from outside; None: never.
-            arrival_ps: when a request arrives that the plan after the next step knows of.
 
         Returns:
             The number of steps, and the picoseconds they took.
@@ -624,18 +622,12 @@ class DecodeAllocator:
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
-        if arrival_ps is not None and steps > 1:
-            steps = _past(times, arrival_ps - clock_ps, steps)
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
         return batch.advance(clock_ps, times.segments(steps))
 
     def foresee(
-        self,
-        lines: Lines[LinearPiece],
-        clock_ps: int,
-        event_ps: int | None,
-        arrival_ps: int | None = None,
+        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
     ) -> tuple[int, StepTimes]:
         """Return how many steps `jump` would run, given the same and room, and their times."""
         batch = self._batch
@@ -643,8 +635,6 @@ class DecodeAllocator:
         steps = batch.until_change()
         if event_ps is not None and steps > 1:
             steps = times.reach(event_ps - clock_ps, steps)
-        if arrival_ps is not None and steps > 1:
-            steps = _past(times, arrival_ps - clock_ps, steps)
         return steps, times
 
     def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:

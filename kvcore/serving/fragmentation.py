@@ -67,9 +67,7 @@ class MeasuredAllocator(DecodeAllocator):
             self.uncomputed += seq.tokens - seq.computed
         return seq
 
-    def close(
-        self, job: Job, now: int, length: int | None = None, generated: int | None = None
-    ) -> None:
+    def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Give the blocks of `job` back."""
         assert job.seq is not None
         if length is not None:
@@ -77,7 +75,7 @@ class MeasuredAllocator(DecodeAllocator):
         left = job.seq.tokens - job.computed if job.prefill_left else 0
         self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
         self.uncomputed -= left
-        super().close(job, now, None, generated)
+        super().close(job, now)
 
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""

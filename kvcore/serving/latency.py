@@ -54,6 +54,10 @@ class LatencyModel(Plugin):
     """Whether the lines hold while contexts grow. If not, they hold for `work.context`
     alone, and every step is asked for by itself. False where only `seconds` is defined."""
 
+    frontend: float = 0.0
+    """Seconds from the arrival of a request until it can be planned: HTTP, tokenizer. May be
+    an option."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Set `jumps` to False in a class that defines `seconds` alone."""
         super().__init_subclass__(**options)

@@ -16,6 +16,7 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -41,7 +42,7 @@ from kvcore.serving.latency import (
 )
 from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, PoolTimeline, TokenGaps
-from kvcore.units import INT64_LIMIT, PS_PER_NS
+from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
     from kvcore.serving.drafter import DraftStats
@@ -399,11 +400,17 @@ class ServingLoop:
         # The tokens that a step has for a sequence that is computed in one step or never.
         waits = not batching.chunked and batching.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
+        # A front end that is run takes the time that it takes.
+        frontend_ps = picoseconds(executor.latency.frontend, "frontend")
+        self._frontend_ns = frontend_ps // PS_PER_NS if executor.mode == "model" else 0
         # Under a lag: when the step began that ran last, whether one has run since the last
-        # plan, and what that step has brought about, which the next plan does not know.
+        # plan, and what was finished or filled while it ran, of which the next plan does not
+        # know. And, also of a front end, the jobs that have arrived and not come through, with
+        # the time (ns) at which they do.
         self._lag = batching.lag
         self._began_ps = 0
         self._stepped = False
+        self._unseen: deque[tuple[int, Job]] = deque()
         self._late: list[Job] = []
         self._filled: list[tuple[Job, CacheSequence, int]] = []
         if self._lag and (cache.retention is not None or hasattr(executor, "drafter")):
@@ -436,9 +443,10 @@ class ServingLoop:
         if pins and pins.next_end <= now:
             pins.end(now)
             batcher.computed()
-        seen = self._began_ps // PS_PER_NS if self._stepped else now
-        if arrivals.next_at <= seen:
-            self._take_arrivals(seen)
+        if arrivals.next_at <= now:
+            self._take_arrivals(now)
+        if self._unseen:
+            self._queue_seen(self._began_ps // PS_PER_NS if self._stepped else now, now)
         if batcher.plan(now):
             self._planned(now)
         if arrivals.prefetch_at <= now:
@@ -447,6 +455,12 @@ class ServingLoop:
         if self._lag and self._catch_up(now) and not runs:
             return self.begin()
         return runs
+
+    def _queue_seen(self, seen: int, now: int) -> None:
+        """Queue the jobs that had come through at `seen` (ns), when this step was planned."""
+        unseen = self._unseen
+        while unseen and unseen[0][0] <= seen:
+            self.batcher.queue(unseen.popleft()[1], now)
 
     def _catch_up(self, now: int) -> bool:
         """Let the cache and the jobs know what the last step has brought about.
@@ -530,6 +544,8 @@ class ServingLoop:
         why = self._unfit(request)
         if why:
             self._reject(job, why, now)
+        elif (self._lag or self._frontend_ns) and not known:
+            self._unseen.append((now + self._frontend_ns, job))
         else:
             self.batcher.queue(job, now)
         return job
@@ -582,6 +598,8 @@ class ServingLoop:
         """Move the clock to the next arrival or timer; return False if there is none."""
         batcher = self.batcher
         wake = min(self._arrivals.next_at, self._arrivals.prefetch_at)
+        if self._unseen:
+            wake = min(wake, self._unseen[0][0])
         if batcher.timers and batcher.waiting:
             wake = min(wake, batcher.timers[0][0])
         if batcher.loads:
@@ -654,38 +672,31 @@ class ServingLoop:
 
     def _jump(self, until: int) -> tuple[int, int]:
         """Run decode steps up to the next event, at most to the first that ends at `until`."""
-        lines, event_ps, arrival_ps = self._foreseen(until)
-        return self.allocator.jump(lines, self.clock_ps, event_ps, arrival_ps)
+        lines, event = self._foreseen()
+        event = min(event, until)
+        event_ps = event * PS_PER_NS if event < NEVER else None
+        return self.allocator.jump(lines, self.clock_ps, event_ps)
 
-    def _foreseen(
-        self, until: int = NEVER
-    ) -> tuple[Sequence[LinearPiece], int | None, int | None]:
-        """Return what a jump has to know.
+    def _foreseen(self) -> tuple[Sequence[LinearPiece], int]:
+        """Return the time of a decode step, by context, and when (ns) the next event is.
 
-        That is the time of a decode step, by context; when (ps) the next event is, at most
-        `until` (ns); and under a lag when the next request arrives, which ends the jump a step
-        later. Only events that no step brings about are known of; None: there is none.
+        Only events that no step brings about are known of; NEVER: there is none.
         """
         size = self.batch.size
         lines = self._lines.get(size)
         if lines is None:
             lines = self._lines[size] = decode_lines(self._executor.latency, size)
-        event = min(until, self._arrivals.prefetch_at)
-        arrival = None
-        if not self._lag:
-            event = min(event, self._arrivals.next_at)
-        elif self._arrivals.next_at < NEVER:
-            arrival = self._arrivals.next_at * PS_PER_NS
+        event = min(self._arrivals.next_at, self._arrivals.prefetch_at)
         if self.batcher.timers:
             event = min(event, self.batcher.timers[0][0])
         if self.batcher.loads:
             event = min(event, self.batcher.loads[0][0])
+        if self._unseen:
+            event = min(event, self._unseen[0][0])
         if self.batcher.changed:
-            event = 0  # the next step is to be planned anew, whatever it is
+            event = 0  # there is to be another plan after the next step, whatever that does
         pins = self._cache.tree.pins
-        if pins:
-            event = min(event, pins.next_end)
-        return lines, event * PS_PER_NS if event < NEVER else None, arrival
+        return lines, min(event, pins.next_end) if pins else event
 
     def _cut_short(self, ended: Iterable[tuple[Job, int]]) -> None:
         """Reduce the output of jobs whose text has ended to the tokens they have."""
@@ -730,7 +741,7 @@ class ServingLoop:
                 "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
             )
             raise InputError(msg)
-        if self._arrivals.next_at <= now and not self._lag:
+        if self._arrivals.next_at <= now:
             self._take_arrivals(now)
         if named:
             self._name(named, now)

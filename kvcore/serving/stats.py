@@ -148,7 +148,8 @@ class PoolTimeline:
             cached_area += held * cached
             now_before, cached = now, evictable
             active = blocks - free - evictable
-            peak = max(peak, active)
+            if active > peak:
+                peak = active
             if now >= self._due:
                 self._sample(now, active, evictable)
         self.pending.clear()

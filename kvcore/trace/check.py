@@ -206,7 +206,16 @@ class TraceChecker:
         self._eviction = plugins["eviction"].name if "eviction" in plugins else None
         self._retention = plugins["retention"].name if "retention" in plugins else None
         self._ratio = self.state.layout.ratio
-        self._order = AllocationOrder(header.blocks)
+        self._size = header.block_size
+        caps = header.batching or {}
+        # The most tokens of a sequence, and of one that is computed in one step or never.
+        longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
+        self._longest = longest if isinstance(longest, int) else None
+        in_one = caps.get("max_tokens") if waits and caps.get("chunked") is False else None
+        self._in_one = in_one if isinstance(in_one, int) else None
+        prefix = plugins.get("prefix")
+        leaves = prefix is not None and prefix.options.get("evict") == "leaf"
+        self._order = AllocationOrder(header.blocks, leaves=leaves)
         self._cached_keys = CachedKeys(self._ratio)
         self._last_sequence = self._last_span = 0
         # The request whose call dropped expired spans last: its MISS may say so.
@@ -328,7 +337,10 @@ class TraceChecker:
             if self._tiers is None or not self.lifecycles.is_announced(event.id):
                 violated(f"request {event.id!r} has a REQUEST line already")
             self._tiers.arrive(event, known)
-        self.lifecycles.arrive(event.id, event.output)
+        output = event.output
+        if self._longest is not None:
+            output = min(output, max(0, self._longest - event.prompt))
+        self.lifecycles.arrive(event.id, output)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         if self._tiers is None:
@@ -366,13 +378,15 @@ class TraceChecker:
             short = prompt.tokens <= self.state.layout.block_size and bool(prompt.keys)
             unkeyed = prompt.unkeyed and not (resumed and short)
             reasons = ["no keys" if unkeyed else "partial"]
-            if resumed and hit < prompt.cacheable:
+            if resumed and (hit < prompt.cacheable or prompt.generated):
                 reasons.append("absent")
         elif self._expired_for == prompt.id:
             # What expired may have been dropped by an earlier call, which then failed.
             reasons = ["expired", "absent"]
         else:
             reasons = ["absent"]
+            if resumed and prompt.generated:
+                reasons += ["partial", "no keys"]
         if event.why not in reasons:
             violated(f"block {hit} missed as {event.why!r}; it is {reasons[0]!r}")
 
@@ -420,7 +434,9 @@ class TraceChecker:
             violated(f"sequence {seq.id} has forgotten blocks, so it has none to share")
         if seq.prompt.share is not None and end > seq.prompt.share:
             violated(f"request {seq.prompt.id!r} shares {seq.prompt.share} blocks")
-        if end > seq.prompt.cacheable:
+        if event.generated is True:
+            self._generated(seq, end)
+        elif end > seq.prompt.cacheable:
             violated(f"request {seq.prompt.id!r} has {seq.prompt.cacheable} blocks to share")
         ids = seq.private[:count]
         if event.how in ("new", "grown"):
@@ -428,13 +444,29 @@ class TraceChecker:
         else:
             self._switch(event, seq, ids)
 
+    def _generated(self, seq: TracedSequence, end: int) -> None:
+        """Check that `seq` may keep what it has generated, up to block position `end`."""
+        prompt, layout = seq.prompt, self.state.layout
+        first = prompt.tokens // layout.block_size
+        if (self.state.header.batching or {}).get("generated") != "cached":
+            violated("HEADER does not say that generated blocks stay cached without keys")
+        most = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        if seq.span.end < first or end * layout.block_size > most or prompt.share is not None:
+            violated(
+                f"the blocks that request {prompt.id!r} generates are {first} to "
+                f"{most // layout.block_size}, after all of its prompt"
+            )
+        layout.name_generated(prompt, end)
+        self._cached_keys.begin(prompt.generated, first)
+
     def _store(self, event: events.Commit, seq: TracedSequence, ids: Ids) -> None:
         """Check that private blocks of `seq` may be cached now."""
         if self._unpinned:
             self._refuse_unpinned()
         parent, owners = seq.span, self._order.pool.owners
         first, end = parent.end, parent.end + len(ids)
-        if not self._cached_keys.store(seq.prompt.keys, first, end):
+        keys = seq.prompt.generated if event.generated is True else seq.prompt.keys
+        if not self._cached_keys.store(keys, first, end):
             violated(f"some of the blocks {first} to {end} of sequence {seq.id} are cached")
         if owners:
             self._unpinned = sum(owners.get(block, 0) for block in ids)
@@ -642,6 +674,8 @@ class TraceChecker:
             self._refuse_victims()
         self._order.serve(prompt.id)
         match = self._cached_keys.match(prompt.keys)
+        if resumed and prompt.generated and match >= prompt.tokens // self._size:
+            match = self._cached_keys.match(prompt.generated)
         least, most = (min(match, end) for end in self._limits(prompt, resumed=resumed))
         if not least <= hit <= most:
             violated(f"{hit} blocks hit; {most} are cached and may hit")
@@ -666,7 +700,9 @@ class TraceChecker:
 
     def _must_hold(self, seq: int, prompt: TracedPrompt, span: TracedSpan, end: int) -> None:
         last = (end - 1) // self._ratio
-        if span.end != end or span.keys[last] != prompt.keys[last]:
+        beyond = prompt.generated and end > prompt.tokens // self._size
+        keys = prompt.generated if beyond else prompt.keys
+        if span.end != end or span.keys[last] != keys[last]:
             violated(f"span {span.id} is not what sequence {seq} has up to block {end}")
 
     def _must_have_blocks(self, seq: TracedSequence, output: int) -> None:
@@ -680,14 +716,19 @@ class TraceChecker:
             )
 
     def _must_not_fit(self, prompt: TracedPrompt) -> None:
-        """Check that a request which a server rejects is empty, or larger than the pool.
+        """Check that a request which a server rejects is empty, or too large for it.
 
         By the wall clock a client may leave before its request is admitted.
         """
         if self.state.header.mode == "wall":
             return
         output = self.lifecycles.output(prompt.id)
-        need = self.state.layout.blocks_for(self.state.layout.tokens_of(prompt, output))
+        tokens = self.state.layout.tokens_of(prompt, output)
+        need = self.state.layout.blocks_for(tokens)
+        if self._longest is not None and prompt.tokens >= self._longest:
+            return
+        if self._in_one is not None and tokens > self._in_one:
+            return
         if prompt.tokens and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 

@@ -42,6 +42,11 @@ class CachedKeys:
         cached[keys[high]] = end - high * ratio
         return True
 
+    def begin(self, keys: list[Any], first: int) -> None:
+        """Let `keys` name blocks from position `first` on, those before being of other keys."""
+        whole, part = divmod(first, self._ratio)
+        self._blocks.setdefault(keys[whole], part)
+
     def remove(self, keys: list[Any], first: int, end: int) -> None:
         """Remove the last blocks stored of a prompt, `[first, end)`."""
         whole, part = divmod(first, self._ratio)
@@ -55,15 +60,17 @@ class AllocationOrder:
     """The order in which a pool hands out blocks, those just evicted included.
 
     Of the victims of a call its own ALLOC and COPY lines take all, after every block that
-    was free: none is evicted while there are enough, and never more than are missing. The
-    victims of a call that failed are free, as if it had taken its blocks and given them
-    back.
+    was free: none is evicted while there are enough, and never more than are missing, but
+    where leaves leave whole: then none after those that are enough. The victims of a call
+    that failed are free, as if it had taken its blocks and given them back.
     """
 
-    def __init__(self, blocks: int) -> None:
-        """Start with `blocks` free blocks, none of them used before."""
+    def __init__(self, blocks: int, *, leaves: bool = False) -> None:
+        """Start with `blocks` free blocks, none used before; `leaves` says how they go."""
         self.pool = BlockPool(blocks)
         self.victims: Ids = array("i")
+        self._leaves = leaves
+        self._last = 0  # the victims of the last line
         self._requester: int | str | None = None
         self._copied = False
 
@@ -76,6 +83,7 @@ class AllocationOrder:
         """Record victims, evicted because request `requester` needs blocks."""
         self.serve(requester)
         self.victims.extend(ids)
+        self._last = len(ids) if self._leaves else 1
 
     def expire(self, ids: Ids) -> None:
         """Record blocks that were evicted as expired: they are free at once."""
@@ -94,7 +102,7 @@ class AllocationOrder:
         victims, count, available = self.victims, len(ids), self.free
         if not 0 < count <= available:
             violated(f"{count} blocks are taken; {available} are free")
-        if victims and count < available and not copy:
+        if victims and count <= available - self._last and not copy:
             violated(f"{available - count} more blocks were evicted than were missing")
         order = self.pool.allocate(min(count, self.pool.free_blocks))
         rest = count - len(order)
@@ -102,6 +110,9 @@ class AllocationOrder:
         del victims[:rest]
         if ids != order:
             violated(f"the pool gives {encode_runs(order)}, not {encode_runs(ids)}")
+        if self._leaves and victims and not copy:
+            self.pool.free(victims, len(victims))
+            self.victims = array("i")
         self._copied = copy
 
     def serve(self, requester: int | str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 
 from kvcore.cache import Residency
+from kvcore.cache.layout import GENERATED
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace.fields import decode_runs
@@ -70,6 +71,7 @@ class TracedPrompt:
         limit: how many can hit at most.
         unkeyed: whether missing keys are why no more can hit.
         share: how many of its blocks its client lets others use; None: all.
+        generated: `keys`, and names for the blocks of output without keys that stay cached.
     """
 
     id: int | str
@@ -81,6 +83,7 @@ class TracedPrompt:
     limit: int
     unkeyed: bool
     share: int | None
+    generated: list[Any] = attrs.field(factory=list)
 
 
 @attrs.frozen
@@ -151,6 +154,13 @@ class TraceLayout:
             unkeyed=keyed < most or not keys,
             share=share,
         )
+
+    def name_generated(self, prompt: TracedPrompt, end: int) -> None:
+        """Give the blocks from the end of `prompt` up to position `end` names of their own."""
+        whole = prompt.tokens // self.block_size // self.ratio
+        names = [(GENERATED, prompt.id, place) for place in range(whole, -(-end // self.ratio))]
+        if len(names) + whole > len(prompt.generated):
+            prompt.generated = [*prompt.keys[:whole], *names]
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
         """Return how many tokens of a request have K/V once it has so many of output.
@@ -518,6 +528,8 @@ class CacheState:
     def _commit(self, event: events.Commit) -> None:
         seq = self.sequence(event.seq)
         self._work += len(seq.private) >> 4
+        if event.generated is True:
+            self.layout.name_generated(seq.prompt, event.first + event.blocks)
         ids = seq.private[: event.blocks]
         del seq.private[: event.blocks]
         if event.how in ("same", "shared"):
@@ -531,9 +543,8 @@ class CacheState:
         if event.how == "grown":
             parent.ids.extend(ids)
             return
-        span = TracedSpan(
-            event.span, parent.end, ids, seq.prompt.keys, parent, 1, seq.id, event.t
-        )
+        keys = seq.prompt.generated if event.generated is True else seq.prompt.keys
+        span = TracedSpan(event.span, parent.end, ids, keys, parent, 1, seq.id, event.t)
         self.spans[span.id] = seq.span = span
         parent.children += 1
         parent.creator = None
@@ -661,9 +672,12 @@ class _RebuiltResidency:
     def _commit(self, event: events.Commit) -> None:
         if event.how in ("new", "grown"):
             self._stored.setdefault(event.span, event.t)
-            keys, first = self._state.sequence(event.seq).prompt.keys, event.first
-            ratio = self._state.layout.ratio
-            self.residency.record_store(keys, first, first + event.blocks, ratio)
+            layout, prompt = self._state.layout, self._state.sequence(event.seq).prompt
+            first, end = event.first, event.first + event.blocks
+            if event.generated is True:
+                layout.name_generated(prompt, end)
+            keys = prompt.generated if event.generated is True else prompt.keys
+            self.residency.record_store(keys, first, end, layout.ratio)
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":

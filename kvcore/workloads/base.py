@@ -15,6 +15,7 @@ import orjson
 
 from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
+from kvcore.progress import Ticked
 from kvcore.request import Key, Request
 from kvcore.workloads.files import file_digest
 
@@ -219,6 +220,8 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
         InputError: a key follows another one than before: it does not mean a prefix.
     """
     requests = iter(workload)
+    if isinstance(workload, Ticked):
+        workload = workload.items
     root: Hashable = object()
     checked_requests = None if every else CHECKED_REQUESTS
     parents: dict[Key, Hashable] = {}

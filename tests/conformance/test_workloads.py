@@ -11,6 +11,7 @@ from kvcore.analysis import compare
 from kvcore.testing.workload import WorkloadTests
 from kvcore_plugins.workload import (
     Azure,
+    Bench,
     Chat,
     Jsonl,
     KvEvents,
@@ -41,6 +42,12 @@ class TestAzure(WorkloadTests):
     """The first rows of a recorded trace."""
 
     workload = staticmethod(lambda: Azure(DATA / "azure_2023_conv_head.csv"))
+
+
+class TestBench(WorkloadTests):
+    """What a benchmark's clients send."""
+
+    workload = staticmethod(lambda: Bench(requests=300, concurrency=7, spread=0.2))
 
 
 class TestZipf(WorkloadTests):

@@ -263,6 +263,37 @@ def random_server(draw):
     )
 
 
+RULES = {
+    "unchunked": ("wait", "alone"),
+    "max_chunk": (None, 1, 5, 40),
+    "reserve": ("chunk", "prompt", "first-chunk"),
+    "commit": ("scheduled", "computed"),
+    "generated": ("cached", "keyed"),
+    "admit_after_preemption": (False, True),
+    "ties": ("first", "last"),
+    "lag": (1, 0),
+    "null_block": (True, False),
+    "max_model_len": (None, None, 20, 60),
+    "new_token_ratio": (0.7, None, 0.3),
+    "preempts": ("shortest", "last"),
+}
+"""Values of each rule by which engines differ."""
+
+
+def random_ruled_server(draw):
+    """Make a server as `random_server` does, with rules of its own, all or only one."""
+    server = random_server(draw)
+    names, alone = list(RULES), draw(0, len(RULES))
+    rules = {
+        name: values[draw(0, len(values) - 1)]
+        for name, values in RULES.items()
+        if alone == len(names) or name == names[alone]
+    }
+    if not server.options["chunked"]:
+        rules.pop("max_chunk", None)
+    return attrs.evolve(server, options=server.options | rules)
+
+
 def _requests(draw, count, key_tokens, followers):
     """Make requests; about `followers` in 5 of them come after another."""
     requests: list[Request] = []
@@ -395,6 +426,14 @@ def tiered_servers():
     seeds = st.integers(0, 2**32)
     return _drawn(random_tiered_server) | seeds.map(
         lambda seed: random_tiered_server(Random(seed).randint)
+    )
+
+
+def ruled_servers():
+    """Draw a server with rules of its own, likewise."""
+    seeds = st.integers(0, 2**32)
+    return _drawn(random_ruled_server) | seeds.map(
+        lambda seed: random_ruled_server(Random(seed).randint)
     )
 
 

@@ -73,6 +73,7 @@ NAMES = {
     "tier": ["disk", "host", "redis"],
     "workload": [
         "azure",
+        "bench",
         "chat",
         "jsonl",
         "kv-events",

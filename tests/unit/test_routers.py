@@ -26,13 +26,13 @@ def build(spec):
 
 def seen(*replicas, usage=None):
     """Return replicas with these counts; `hit` is what each has of the prompt, in tokens."""
-    hits = {number: each.pop("hit", 0) for number, each in enumerate(replicas)}
+    hits = [each.pop("hit", 0) for each in replicas]
     made = [
         Replica(number, 1000, SIZE, 64, up=True, **each) for number, each in enumerate(replicas)
     ]
-    for replica in made:
+    for replica, replica.hit_tokens in zip(made, hits, strict=True):
         share = 0.0 if usage is None else usage[replica.number]
-        replica.connect(lambda share=share: share, lambda tokens, _: tokens / 1000, hits)
+        replica.connect(lambda share=share: share, lambda tokens, _: tokens / 1000)
     return made
 
 

@@ -14,9 +14,19 @@ class LRU(EvictionPolicy):
     One ordered dict of the unpinned spans, appended to leaf → root as a path is released:
     children are then always older than their parents, so the first span is always an
     evictable leaf. No timestamps, no heap: O(1) per event.
+
+    Options:
+        renew_split: whether a request that parts from a cached prompt inside a span makes
+            the rest of the span, which it does not hit, the most recent, as SGLang does.
     """
 
     name: ClassVar[str] = "lru"
+    later_options = ("renew_split",)
+    renew_split = False
+
+    def __init__(self, renew_split: bool = False) -> None:
+        """Store the option."""
+        self.renew_split = renew_split
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create the empty order."""
@@ -30,6 +40,11 @@ class LRU(EvictionPolicy):
     def on_release(self, span: Span, now: int) -> None:
         """Append `span`, which is the most recent now."""
         self._order[span] = None
+
+    def on_split(self, upper: Span, lower: Span) -> None:
+        """Make `lower` the most recent, if splits renew and no request uses it."""
+        if self.renew_split and not lower.ref_count:
+            self._order.move_to_end(lower)
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Remove `span` from the order."""

@@ -95,6 +95,7 @@ class Roofline(LatencyModel):
             prepare a step while the one before runs, several milliseconds.
         layer_overhead: seconds a layer takes besides: launches, and kernels too small to be
             bound by anything else.
+        frontend: seconds between the arrival of a request and when it can be planned.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
     transformer inference", MLSys 2023.
@@ -114,6 +115,7 @@ class Roofline(LatencyModel):
     bandwidth: float = attrs.field(default=0.85)
     overhead: float = attrs.field(default=0.0)
     layer_overhead: float = attrs.field(default=4.5e-5)
+    frontend: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
         """Turn data sheets into coefficients."""
@@ -129,15 +131,17 @@ class Roofline(LatencyModel):
         launches = picoseconds(self.layer_overhead, "roofline: layer_overhead") * model.layers
         fp8 = model.dtype == "fp8"
         self._overhead = picoseconds(self.overhead, "roofline: overhead") + launches
+        picoseconds(self.frontend, "roofline: frontend")
 
         flops = device.flops * devices * Fraction(self.compute)
         peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
         products = peak * devices * Fraction(self.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
         self._product = _fine(2 * model.active_parameters / products)
-        byte = 1 / (bandwidth * devices)
+        over, under = ((PS_PER_S << SHIFT) / (bandwidth * devices)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
-        self._weights = lru_cache(4096)(lambda n: _fine(model.weight_bytes_read(n) * byte))
+        read = model.weight_bytes_read
+        self._weights = lru_cache(4096)(lambda n: -(-read(n) * over // under))
 
         flop_of = dict(pair_flop(model))
         self._windows = tuple(sorted(flop_of, key=lambda w: (w is not None, w or 0)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Keys
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from kvcore import PrefixIndex, Span
+from kvcore import InputError, PrefixIndex, Span
 from kvcore.cache import common_prefix
 from kvcore.request import Key
 
@@ -17,11 +17,25 @@ class Radix(PrefixIndex):
     the divergence is found by bisection: matching costs O(spans on the path + log keys).
     Storing, splitting and evicting cost nothing, since the tree is kept anyhow.
 
+    Options:
+        evict: `blocks` evicts no more blocks than are missing, from the tail of a leaf; `leaf`
+            evicts leaves whole, as SGLang does, and what is left over is free. What each step
+            computes of a prompt is a leaf then, and all that a request generates is another.
+
     Source: the radix tree of SGLang (Zheng et al., 2024, section 3), with runs of chained
     block keys in place of token strings.
     """
 
     name: ClassVar[str] = "radix"
+    later_options = ("evict",)
+
+    def __init__(self, evict: Literal["blocks", "leaf"] = "blocks") -> None:
+        """Check the option."""
+        if evict not in ("blocks", "leaf"):
+            msg = f"radix: evict={evict!r} is not known; there are: blocks, leaf"
+            raise InputError(msg)
+        self.evict = evict
+        self.evicts_leaves = evict == "leaf"
 
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the deepest span that matches. O(spans on the path + log keys)."""

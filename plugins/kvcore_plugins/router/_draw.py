@@ -31,5 +31,7 @@ def lowest(
 ) -> Replica:
     """Return the replica with the lowest cost, a random one of several."""
     least = min(costs)
+    if costs.count(least) == 1:
+        return replicas[costs.index(least)]
     equal = [replica for cost, replica in zip(costs, replicas, strict=True) if cost == least]
     return draw_one(seed, name, what, equal)

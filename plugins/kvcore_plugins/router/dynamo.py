@@ -62,7 +62,8 @@ class Dynamo(Router):
         """Return the replica with the lowest cost, or one that is drawn by its cost."""
         del now
         least = min([replica.waiting_tokens for replica in replicas]) if self.delta else 0
-        costs = [self._blocks(request, replica, least) for replica in replicas]
+        tokens = request.prompt_tokens
+        costs = [self._blocks(tokens, replica, least) for replica in replicas]
         if not self.temperature:
             return lowest(costs, replicas, self.seed, self.name, request.id)
         low, high = min(costs), max(costs)
@@ -77,11 +78,11 @@ class Dynamo(Router):
 
     def cost(self, request: Request, replica: Replica) -> float:
         """Return the cost of a replica, if no other has less prefill."""
-        return self._blocks(request, replica, replica.waiting_tokens)
+        return self._blocks(request.prompt_tokens, replica, replica.waiting_tokens)
 
-    def _blocks(self, request: Request, replica: Replica, least: int) -> float:
+    def _blocks(self, tokens: int, replica: Replica, least: int) -> float:
         size, waiting = replica.block_size, replica.waiting_tokens
-        prompt = max(request.prompt_tokens / size, 1.0)
+        prompt = tokens / size if tokens > size else 1.0
         credit = self.hit_weight * (replica.hit_tokens // size)
         if self.delta:
             credit /= 1 + self.delta * (waiting - least) / size / prompt

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
 
 from kvcore import InputError, Job, Scheduler
+from kvcore.request import Key
 from kvcore.serving import LoopState, StepPlan
 
 
@@ -22,14 +23,25 @@ class LPM(Scheduler):
     Options:
         sample: how many waiting jobs are probed, from the head of the queue. Those behind
             them follow in their order.
+        beyond: what a queue of more than `sample` jobs comes to: `rest` orders its head alone;
+            with `fcfs` nobody is probed, and all go in the order of the queue.
+        defer_shared: tokens; a job that hits no more than that, and shares as many with a job
+            before it in the queue that hits no more either, goes last: it hits once the other
+            is computed. Shared tokens are counted in whole block keys. 0: nobody does.
 
     Source: Zheng et al., "SGLang: efficient execution of structured language model programs",
-    NeurIPS 2024, section 3 (cache-aware scheduling).
+    NeurIPS 2024, section 3 (cache-aware scheduling). SGLang 0.5 decides with
+    `beyond=fcfs,defer_shared=32`.
     """
 
     name: ClassVar[str] = "lpm"
+    later_options = ("beyond", "defer_shared")
 
     sample: int = attrs.field(default=128)
+    beyond: Literal["rest", "fcfs"] = attrs.field(
+        default="rest", validator=attrs.validators.in_(("rest", "fcfs"))
+    )
+    defer_shared: int = attrs.field(default=0, validator=attrs.validators.ge(0))
 
     @sample.validator
     def _is_positive(self, _: object, value: int) -> None:
@@ -48,8 +60,31 @@ class LPM(Scheduler):
 
     def _by_hit(self, state: LoopState) -> Iterator[Job]:
         # Lazily: without a free slot no job is probed.
+        if self.beyond == "fcfs" and len(state.waiting) > self.sample:
+            yield from list(state.waiting)
+            return
         sample = list(islice(state.waiting, self.sample))
         hits = {job: state.server.probe(job.request, state.now) for job in sample}
-        yield from sorted(sample, key=lambda job: (-hits[job], job.serial))
+        last = self._deferred(hits) if self.defer_shared else ()
+        yield from sorted(
+            sample, key=lambda job: (1, job.serial) if job in last else (-hits[job], job.serial)
+        )
         # By now the queue may have lost the jobs that were admitted.
         yield from [job for job in state.waiting if job not in hits]
+
+    def _deferred(self, hits: dict[Job, int]) -> set[Job]:
+        """Return the jobs that hit little and share more with a job before them."""
+        first: set[Key] = set()
+        deferred: set[Job] = set()
+        for job, hit in hits.items():
+            request = job.request
+            place = -(-self.defer_shared // request.key_tokens) - 1
+            if hit > self.defer_shared or request.prompt_tokens < self.defer_shared:
+                continue
+            if place < len(request.keys):
+                # Keys are chained: equal ones mean that all before them are equal.
+                key = request.keys[place]
+                if key in first:
+                    deferred.add(job)
+                first.add(key)
+        return deferred

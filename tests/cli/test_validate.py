@@ -1,0 +1,148 @@
+"""`kvcore validate`: tables, JSON, CSV and a plot; and what it refuses."""
+
+import csv
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_here
+
+HOW_TO = (Path(__file__).parents[2] / "docs/how-to/validate.md").read_text("utf-8")
+
+ROWS = """\
+engine,model,device,tensor_parallel,weights_dtype,input_tokens,output_tokens,concurrency,rate,ttft,tpot
+vllm,llama-3.1-8b,h100,1,,256,32,2,,0.02,0.01
+vllm,llama-3.1-8b,h100,1,fp8,256,32,4,,0.02,0.005
+trtllm,llama-3.1-8b,h200,1,fp8,256,32,,5,0.01,
+trtllm,llama-9-8b,h200,1,fp8,256,32,,5,0.01,
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Go to a folder with a file of rows."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text(ROWS)
+    return tmp_path
+
+
+def run(*arguments):
+    """Run the command; return what it prints."""
+    done = run_here("validate", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_prints_errors_by_group_worst_rows_and_reasons():
+    """Each row of the table has its median, absolute median and 90th percentile a measure."""
+    told = run("rows.csv")
+    lines = [line.split() for line in told.splitlines()]
+    assert told.startswith("rows.csv: 3 rows simulated, 1 left out.")
+    heads = {tuple(line[:2]) for line in lines}
+    assert heads >= {("all", "3"), ("engine", "vllm"), ("device", "h200")}
+    (every,) = (line for line in lines if line[:2] == ["all", "3"])
+    assert len(every) == len(["all", "rows", *"three", "three"][:2]) + 6
+    assert "llama-3.1-8b in fp8 on 1 x h100 vllm" in told
+    assert "unknown model 'llama-9-8b'" in " ".join(told.split())
+
+
+def test_prints_what_the_how_to_shows(here):
+    """Word for word, but for the spaces and rules of the tables."""
+
+    def words(text):
+        return [line.split() for line in text.splitlines() if line.strip(" ─")]
+
+    (here / "rows.csv").write_text(re.search(r"```csv\n(.*?)```", HOW_TO, re.DOTALL)[1])
+    command = re.search(r"    kvcore validate (.*?)\n\n", HOW_TO, re.DOTALL)[1].split()
+    shown = re.search(r"```text\n(.*?)```", HOW_TO, re.DOTALL)[1]
+    assert words(run(*command)) == words(shown)
+
+
+def test_the_command_it_prints_simulates_that_row():
+    """With it `kvcore simulate` has the simulated figure of the row that is furthest off."""
+    document = json.loads(run("rows.csv", "--json"))
+    rows = [row for row in document["compared"] if "tpot_error" in row]
+    worst = max(rows, key=lambda row: abs(row["tpot_error"]))
+    words = " ".join(run("rows.csv").split()).partition("kvcore simulate ")[2].split()
+    end = next(place for place, word in enumerate(words) if word == "left")
+    summary = json.loads(run_here("simulate", *words[:end], "--json").stdout)
+    assert summary["tpot_s"]["mean"] == worst["simulated_tpot"]
+
+
+def test_json_is_one_document_with_every_row():
+    """Errors of all and of each group, rows that were left out by reason, and all others."""
+    document = json.loads(run("rows.csv", "--json", "--by", "engine,model+device"))
+    assert (document["schema"], document["source"], document["rows"]) == (1, "rows.csv", 3)
+    assert document["errors"]["ttft"].keys() == {"rows", "signed", "absolute", "p90"}
+    groups = [(each["by"], each["value"]) for each in document["groups"]]
+    assert groups == [
+        ("engine", "trtllm"),
+        ("engine", "vllm"),
+        ("model+device", "llama-3.1-8b h100"),
+        ("model+device", "llama-3.1-8b h200"),
+    ]
+    assert document["groups"][0]["errors"]["tpot"] is None
+    assert [each["rows"] for each in document["left_out"]] == [1]
+    first = document["compared"][0]
+    assert first["tpot_error"] == first["simulated_tpot"] / first["tpot"] - 1
+
+
+def test_csv_has_a_line_for_each_row(here):
+    """Measured, simulated, and the error of each measure."""
+    run("rows.csv", "--csv", "out.csv")
+    with (here / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["line"] for row in rows] == ["2", "3", "4"]
+    for row in rows[:2]:
+        error = float(row["simulated_tpot"]) / float(row["tpot"]) - 1
+        assert float(row["tpot_error"]) == error
+    assert rows[2]["tpot_error"] == ""
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_the_plot_is_a_picture_of_that_form(here, form):
+    """One panel for each measure, with the groups in the legend."""
+    pytest.importorskip("matplotlib")
+    run("rows.csv", "-o", f"errors.{form}", "--by", "engine")
+    picture = (here / f"errors.{form}").read_bytes()
+    if form == "png":
+        width, height = struct.unpack(">II", picture[16:24])
+        assert width > 2 * height
+    else:
+        assert picture.startswith(b"<?xml")
+
+
+def test_only_given_options_win_over_an_engines_rules():
+    """`--like none` serves vLLM's rows by kvcore's own, so first tokens come at other times."""
+    alike, own = (
+        json.loads(run("rows.csv", "--json", "--where", "engine=vllm", *more))
+        for more in ((), ("--like", "none"))
+    )
+    assert alike["compared"][0]["simulated_ttft"] != own["compared"][0]["simulated_ttft"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("none.csv",), "none.csv: cannot be read"),
+        (("rows.csv", "--where", "device"), "write NAME=VALUE"),
+        (("rows.csv", "--where", "devise=h100"), "there is no column 'devise'"),
+        (("rows.csv", "--where", "device=a30"), "none of 0 rows can be simulated"),
+        (("rows.csv", "--by", "devise"), "there is no column 'devise'"),
+        (("rows.csv", "--csv", "rows.csv"), "rows.csv"),
+        (("rows.csv", "--spread", "1"), "--spread"),
+        (("rows.csv", "--max-seqs", "0"), "max_seqs=0"),
+        (("rows.csv", "-o", "plot.gif"), "end it with .png or .svg"),
+        (("rows.csv", "--latency", "lineal"), "lineal"),
+    ],
+)
+def test_errors_leave_nothing_half_written(here, arguments, told):
+    """They say what is wrong; no CSV file, no plot, and the rows as they were."""
+    extra = [] if "--csv" in arguments else ["--csv", "out.csv"]
+    done = run_here("validate", *arguments, *extra)
+    assert done.returncode in {2, 3}, done.stderr
+    assert told in done.stderr
+    assert [each.name for each in here.iterdir()] == ["rows.csv"]
+    assert (here / "rows.csv").read_text() == ROWS

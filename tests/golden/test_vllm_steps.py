@@ -1,0 +1,42 @@
+"""kvcore like vLLM makes the steps that vLLM 0.33.0 made: see `vllm/README.md`."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.step_lists import (
+    GOLDEN,
+    decode,
+    encode,
+    first_difference,
+    golden_servers,
+    kvcore_steps,
+    read,
+)
+
+COUNTS = 111_726, 1_331, 2_690_808
+"""Steps, preemptions, and tokens that hit."""
+
+SERVERS = {server.name: server for server in golden_servers()}
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Return the step lists of vLLM by name of the server."""
+    return read(GOLDEN)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_steps_are_those_of_vllm(real, name):
+    """Requests and tokens, admissions and hits, preemptions and free blocks of every step."""
+    assert first_difference(encode(kvcore_steps(SERVERS[name])), real[name]) is None
+
+
+def test_the_goldens_try_every_rule(real):
+    """There are preemptions and hits, and servers of every kind."""
+    assert SERVERS.keys() == real.keys()
+    steps = [step for each in real.values() for step in decode(each["runs"])]
+    preempted = sum(len(lost) for _, _, lost in steps)
+    hits = sum(sum(admitted.values()) for _, admitted, _ in steps)
+    assert (len(steps), preempted, hits) == COUNTS
+    kinds = {(each.lag, each.chunked, each.by_priority) for each in SERVERS.values()}
+    assert len(kinds) == 8

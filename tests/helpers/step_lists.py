@@ -1,0 +1,321 @@
+"""Step lists: what each step of a server computes; servers to compare; a compact file of them.
+
+Two schedulers are compared by the step lists that they have for the same server.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from random import Random
+from typing import Any
+from zlib import crc32
+
+import attrs
+import orjson
+
+from kvcore import KVCache, Request
+from kvcore.config import RunConfig
+from kvcore.plugins.manager import resolve
+from kvcore.serving import Job, StepResult, StepWork
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.scheduler import DONE
+from kvcore.serving.simulate import serve
+from kvcore.units import NS_PER_S
+from kvcore_plugins.latency import Linear
+from kvcore_plugins.workload import Mooncake
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "vllm" / "steps.jsonl.xz"
+
+SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
+"""Random servers whose step lists are kept: of all kinds, without duplicates."""
+
+STEP_NS = 20_000_000
+"""Nanoseconds of a step, whatever it computes."""
+
+FREE_STEPS = 256
+"""Steps whose numbers of free blocks share a checksum in a file."""
+
+
+@attrs.frozen
+class Step:
+    """What one step computes.
+
+    Attributes:
+        tokens: tokens that are scheduled, by request.
+        admitted: tokens that hit at the admission, by request that this plan admits.
+        preempted: requests that lose their blocks in this plan, sorted.
+        free: blocks that are free or evictable when it begins and those before it are over.
+    """
+
+    tokens: dict[int, int]
+    admitted: dict[int, int]
+    preempted: list[int]
+    free: int
+
+
+@attrs.frozen(kw_only=True)
+class Server:
+    """A server, and the requests that it is given.
+
+    Attributes:
+        name: what it is called in a file.
+        blocks: blocks of the pool as vLLM counts them, with the one that is never used.
+        block_size: tokens of a block.
+        requests: the requests, with numbers from 0 on as ids.
+        max_tokens, max_seqs, chunked, watermark: as in `Batching`.
+        lag: 1 where a step is planned while the one before it runs, else 0.
+        by_priority: whether the most urgent request goes first; else the first to come.
+        options: other options of `Batching`, by name.
+    """
+
+    name: str
+    blocks: int
+    block_size: int
+    requests: Sequence[Request]
+    max_tokens: int = 8192
+    max_seqs: int = 256
+    chunked: bool = True
+    watermark: float = 0.0
+    lag: int = 0
+    by_priority: bool = False
+    options: dict[str, Any] = attrs.field(factory=dict)
+
+
+def conversation(blocks: int, block_size: int, lag: int, requests: int = 600) -> Server:
+    """Return a server for the first requests of the bundled conversation trace."""
+    return Server(
+        name=f"conversation, {blocks} blocks of {block_size}, lag {lag}",
+        blocks=blocks,
+        block_size=block_size,
+        requests=list(islice(Mooncake(), requests)),
+        lag=lag,
+    )
+
+
+def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
+    """Return a server under load, whose requests share prefixes of each other.
+
+    Only what `random` promises to keep is used, so that a seed means the same everywhere.
+    """
+    rng = Random(seed)
+
+    def below(end: float) -> int:
+        return int(rng.random() * end)
+
+    block_size = 8 << below(4)
+    max_tokens = 256 << below(6)
+    max_seqs = 4 << below(6)
+    chunked = rng.random() < 2 / 3
+    longest = 64 << below(6)
+    if not chunked:
+        longest = min(longest, max_tokens // 4)
+    urgencies = 1 + 2 * below(2)
+    outputs = 16 << below(6)
+    if not chunked:
+        outputs = min(outputs, max_tokens // 4)
+    # So many steps apart that seats or tokens are about to run out, or far too close.
+    apart = outputs / max_seqs * (0.2 + rng.random())
+    whole = rng.random() < 1 / 16  # some prompts end where a block does
+    made: list[Request] = []
+    prompts: list[list[int]] = []
+    arrival = fresh = 0
+    for number in range(requests):
+        shared: list[int] = []
+        if prompts and rng.random() < 3 / 4:
+            earlier = prompts[below(len(prompts))]
+            shared = earlier[: 1 + below(len(earlier))]
+        tokens = max(1, len(shared) * block_size + 1 + below(longest * rng.random() ** 2))
+        tokens = min(tokens, 2 * longest - 1)
+        if whole and rng.random() < 1 / 4:
+            tokens = max(1, tokens // block_size) * block_size
+        full = tokens // block_size
+        keys = shared[:full]
+        keys += range(fresh, fresh + full - len(keys))
+        fresh += full
+        prompts.append(keys)
+        # Every other request comes with the one before it, or at any nanosecond.
+        if rng.random() < 2 / 3:
+            arrival += int(rng.random() * 3 * apart * STEP_NS)
+        made.append(
+            Request(
+                id=number,
+                arrival=arrival,
+                prompt_tokens=tokens,
+                output_tokens=1 + below(2 * outputs * rng.random()),
+                keys=keys,
+                key_tokens=block_size,
+                priority=below(urgencies),
+            )
+        )
+    need = max(-(-(each.prompt_tokens + each.output_tokens) // block_size) for each in made)
+    return Server(
+        name=f"seed {seed}",
+        blocks=2 + need + int(need * 5 * rng.random()),
+        block_size=block_size,
+        requests=made,
+        max_tokens=max_tokens,
+        max_seqs=max_seqs,
+        chunked=chunked,
+        watermark=(0.0, 0.01, 0.05)[below(3)],
+        lag=below(2),
+        by_priority=urgencies > 1,
+        options=options,
+    )
+
+
+class StepRecorder(SimulatedExecutor):
+    """Runs steps that all take the same time, and records what is in them."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(Linear(step=STEP_NS / NS_PER_S, prefill=0, decode=0, context=0))
+        self.latency.bind()
+        self.jumps = False
+        self.steps: list[Step] = []
+        self._seen: dict[Job, tuple[Any, int]] = {}
+        self._cache = cache
+
+    def run(
+        self, work: StepWork, chunks: Iterable[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Record the step."""
+        seen = self._seen
+        chunks = list(chunks)
+        preempted = []
+        for job, (_, recomputes) in [*seen.items()]:
+            if job.recomputes > recomputes:
+                preempted.append(job.request.id)
+            if job.seq is None or job.stage == DONE:
+                del seen[job]
+        admitted = {}
+        for job, _ in chunks:
+            if job not in seen or job.seq is not seen[job][0]:
+                admitted[job.request.id] = job.computed
+        tokens = {job.request.id: count for job, count in chunks}
+        tokens |= {job.request.id: 1 for job in decoding}
+        for job in chain((job for job, _ in chunks), decoding):
+            seen[job] = (job.seq, job.recomputes)
+        self.steps.append(
+            Step(tokens, admitted, sorted(preempted), self._cache.available_blocks)
+        )
+        return super().run(work, chunks, decoding)
+
+
+def kvcore_steps(server: Server) -> list[Step]:
+    """Return what kvcore does for `server` with `like="vllm"`."""
+    config = RunConfig.of(
+        like="vllm",
+        scheduler="priority" if server.by_priority else "fcfs",
+        max_tokens=server.max_tokens,
+        max_seqs=server.max_seqs,
+        chunked=server.chunked,
+        watermark=server.watermark,
+        lag=server.lag,
+        **server.options,
+    )
+    cache = KVCache(
+        server.blocks - config.null_block,
+        server.block_size,
+        eviction=config.eviction,
+        prefix=config.prefix,
+    )
+    recorder = StepRecorder(cache)
+    serve(
+        server.requests,
+        cache,
+        resolve("scheduler", config.scheduler),
+        recorder,
+        config.batching,
+        slo=None,
+        rate_scale=1.0,
+        residency=False,
+        jumps=False,
+    )
+    return recorder.steps
+
+
+def golden_servers() -> list[Server]:
+    """Return the servers whose step lists are kept."""
+    pools = ((1024, 512), (400, 512), (16_384, 16))
+    traces = [conversation(*pool, lag) for pool in pools for lag in (0, 1)]
+    return [*traces, *map(random_server, SEEDS)]
+
+
+def encode(steps: Iterable[Step]) -> dict[str, Any]:
+    """Return a step list as plain values: runs of equal steps, each by what is new in it.
+
+    A run is [steps, [request, tokens, …] that changed, [request, hit, …], [preempted, …]];
+    0 tokens are those of a request that is not in the step any more. Free blocks are no more
+    than a checksum of every `FREE_STEPS` steps.
+    """
+    runs: list[list[Any]] = []
+    frees: list[int] = []
+    before: dict[int, int] = {}
+    for step in steps:
+        frees.append(step.free)
+        if step.tokens == before and not step.admitted and not step.preempted:
+            runs[-1][0] += 1
+            continue
+        changed = {name: 0 for name in before if name not in step.tokens}
+        changed |= {name: n for name, n in step.tokens.items() if before.get(name) != n}
+        runs.append([1, _flat(changed), _flat(step.admitted), step.preempted])
+        before = step.tokens
+    parts = (frees[at : at + FREE_STEPS] for at in range(0, len(frees), FREE_STEPS))
+    return {"runs": runs, "free": [crc32(orjson.dumps(part)) for part in parts]}
+
+
+def decode(
+    runs: Iterable[Sequence[Any]],
+) -> list[tuple[dict[int, int], dict[int, int], list[int]]]:
+    """Return tokens, admissions and preempted requests of each step of `runs`."""
+    steps: list[tuple[dict[int, int], dict[int, int], list[int]]] = []
+    tokens: dict[int, int] = {}
+    for count, changed, admitted, preempted in runs:
+        tokens = tokens | _pairs(changed)
+        tokens = {name: each for name, each in tokens.items() if each}
+        steps.append((tokens, _pairs(admitted), preempted))
+        steps += [(tokens, {}, [])] * (count - 1)
+    return steps
+
+
+def first_difference(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> tuple[int, str, int] | None:
+    """Return where two encoded lists differ first, and how; None: nowhere.
+
+    That is the last step up to which all is the same, what follows, and the last step that
+    can be the first to differ.
+    """
+    found: tuple[int, str, int] | None = None
+    pairs = zip_longest(decode(ours["runs"]), decode(theirs["runs"]))
+    for at, (one, other) in enumerate(pairs):
+        if one != other:
+            found = at, f"step {at}: {one} where vLLM has {other}", at
+            break
+    for part, (crc, other) in enumerate(zip(ours["free"], theirs["free"], strict=False)):
+        at, last = part * FREE_STEPS, (part + 1) * FREE_STEPS - 1
+        if crc != other and (found is None or last < found[0]):
+            return at, f"free blocks differ in some step from {at} to {last}", last
+    return found
+
+
+def write(path: Path, servers: dict[str, dict[str, Any]]) -> None:
+    """Write encoded step lists by name of their server, a line each, compressed."""
+    lines = (orjson.dumps({"server": name, **each}) for name, each in servers.items())
+    path.write_bytes(lzma.compress(b"\n".join(lines), preset=9 | lzma.PRESET_EXTREME))
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the encoded step lists of a file by name of their server."""
+    lines = map(orjson.loads, lzma.decompress(path.read_bytes()).splitlines())
+    return {each.pop("server"): each for each in lines}
+
+
+def _flat(pairs: dict[int, int]) -> list[int]:
+    return [value for pair in sorted(pairs.items()) for value in pair]
+
+
+def _pairs(flat: Sequence[int]) -> dict[int, int]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))

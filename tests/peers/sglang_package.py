@@ -1,0 +1,217 @@
+"""SGLang's radix caches and queue order, imported without a GPU and without its server.
+
+SGLang is installed without its dependencies. What its caches never call, and modules that need
+a GPU or a server, are stood in for by empty ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+
+# Before any of the empty modules: these ask what is installed.
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx
+import transformers  # noqa: F401
+
+UNUSED = (
+    "IPython",
+    "compressed_tensors",
+    "gguf",
+    "partial_json_parser",
+    "psutil",
+    "sentencepiece",
+    "sglang.srt.function_call",
+    "sglang.srt.parser",
+    "sglang.srt.sampling.custom_logit_processor",
+    "starlette",
+    "torchvision",
+    "triton",
+    "tvm_ffi",
+    "xgrammar",
+)
+"""Modules that SGLang imports on the way to its caches, and these do not call."""
+
+
+class _Anything(type):
+    """The class of empty classes, whose every attribute is an empty class."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _empty(name)
+
+    def __or__(cls, other):
+        return cls
+
+    __ror__ = __or__
+
+
+def _empty(name):
+    """Return an empty class, whose instances decorate what they are called with."""
+    return _Anything(
+        name,
+        (),
+        {
+            "__init__": lambda self, *args, **options: None,
+            "__call__": lambda self, *args, **options: args[0] if args else self,
+        },
+    )
+
+
+class _Unused(MetaPathFinder, Loader):
+    """Finds an empty module, whose every name is an empty class, for those not called."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the empty module, if it is unused, or SGLang alone asks for it in vain."""
+        known = any(name == each or name.startswith(f"{each}.") for each in UNUSED)
+        return ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec):
+        """Leave it to Python."""
+
+    def exec_module(self, module):
+        """Give the module a class for every name that is asked for."""
+
+        def __getattr__(name):  # noqa: N807 - the hook of a module
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _empty(name)
+
+        module.__getattr__ = __getattr__
+
+
+class _Missing(_Unused):
+    """The same for all that is not installed, where a file of SGLang imports it."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the empty module, if a file of SGLang asks for it."""
+        frame = sys._getframe(1)
+        while frame is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        wanted = frame is not None and "/sglang/" in frame.f_code.co_filename
+        if not wanted or name.startswith("sglang"):
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+
+sys.meta_path.insert(0, _Unused())
+sys.meta_path.append(_Missing())
+
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
+
+
+class _Slots:
+    """An allocator that counts."""
+
+    page_size = 1
+    device = torch.device("cpu")
+
+    def __init__(self, size):
+        self.size = self.left = size
+
+    def available_size(self):
+        """Return how many are free."""
+        return self.left
+
+    def free_segment(self, values, *, start_pos=0):
+        """Free as many as there are values."""
+        self.left += len(values)
+
+    free = free_segment
+
+    def mamba_full_cache_donor(self):
+        """Return None: there are no states."""
+
+
+class Theirs:
+    """A radix cache of SGLang with pages of one token, a block each.
+
+    Calls are those of its scheduler: match and lock, evict, insert once computed, match and
+    lock what is cached now, and at the end insert once more and unlock.
+    """
+
+    def __init__(self, blocks, core):
+        """Create a cache: `radix`, or the unified one by its core, `python` or `rust`."""
+        self.slots = _Slots(blocks)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=self.slots,
+            page_size=1,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=None if core == "radix" else core,
+        )
+        self.core = core
+        self.cache = (RadixCache if core == "radix" else UnifiedRadixCache)(params)
+        self.names = {}
+
+    def available(self):
+        """Return how many blocks are free or can be evicted."""
+        return self.slots.left + self.cache.evictable_size()
+
+    def _tokens(self, keys):
+        """Return a token for each key."""
+        names = self.names
+        return array("q", [names.setdefault(key, len(names) + 1) for key in keys])
+
+    def _take(self, blocks):
+        if blocks > self.slots.left:
+            self.cache.evict(EvictParams(num_tokens=blocks - self.slots.left))
+        self.slots.left -= blocks
+
+    def match(self, tokens):
+        """Return the match of a prompt; it is renewed, and a node split at its end."""
+        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+
+    def insert(self, tokens, protected):
+        """Insert computed tokens; free those that were cached besides the protected ones."""
+        values = torch.zeros(len(tokens), dtype=torch.int64)
+        params = InsertParams(key=RadixKey(tokens), value=values, prev_prefix_len=protected)
+        result = self.cache.insert(params)
+        if self.core == "radix":
+            self.slots.left += result.prefix_len - protected
+
+    def open(self, request):
+        """Open a request and compute its prompt; return it, and the blocks that hit."""
+        size = request.key_tokens
+        tokens = self._tokens(request.keys)[: request.prompt_tokens // size]
+        limit = (request.prompt_tokens - 1) // size
+        match = self.match(tokens[:limit])
+        lock = self.cache.lock(match.last_device_node)
+        hit = match.device_prefix_len
+        blocks = -(-request.prompt_tokens // size)
+        self._take(blocks - hit)
+        self.insert(tokens, hit)
+        cached = self.match(tokens).last_device_node
+        self.cache.unlock(lock)
+        lock = self.cache.lock(cached)
+        return [request, tokens, blocks, lock], hit
+
+    def close(self, opened, *, generates):
+        """Let a request generate, if there is room, and close it."""
+        request, tokens, blocks, lock = opened
+        size, prompt = request.key_tokens, tokens
+        length = request.prompt_tokens + request.output_tokens - 1
+        need = -(-length // size) - blocks
+        if generates and request.output_tokens > 1 and need <= self.available():
+            self._take(need)
+            blocks += need
+            new = range(len(tokens), length // size)
+            tokens = tokens + self._tokens([(request.id, place) for place in new])
+        self.insert(tokens, len(prompt))
+        if 0 < len(prompt) < len(tokens):
+            self.insert(prompt, len(prompt))
+        self.slots.left += blocks - len(tokens)
+        self.cache.unlock(lock)

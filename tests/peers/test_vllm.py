@@ -1,0 +1,121 @@
+"""vLLM's real scheduler and cache manager beside kvcore like vLLM: the same steps.
+
+`tox -e like-vllm` runs this with the installed package. `KVCORE_LIKE_SERVERS` says for how
+many random servers, and `KVCORE_LIKE_FIRST` from which seed on, so that it can run in parts;
+`KVCORE_LIKE_WRITE=1` writes the goldens anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from importlib.metadata import version
+from warnings import catch_warnings
+
+import attrs
+import pytest
+from helpers.step_lists import (
+    GOLDEN,
+    conversation,
+    encode,
+    first_difference,
+    golden_servers,
+    kvcore_steps,
+    random_server,
+    read,
+    write,
+)
+
+with catch_warnings(action="ignore"):  # of what vLLM imports
+    from peers import vllm_steps
+
+FIRST = int(os.environ.get("KVCORE_LIKE_FIRST", "1000"))
+SERVERS = int(os.environ.get("KVCORE_LIKE_SERVERS", "200"))
+
+OPTIONS = (
+    {"reserve": "first-chunk"},
+    {"max_chunk": 48},
+    {"max_model_len": 300},
+    {"reserve": "first-chunk", "max_chunk": 96, "max_model_len": 500},
+)
+"""Options of vLLM that are not its defaults: `scheduler_reserve_full_isl=False`,
+`long_prefill_token_threshold`, `max_model_len`."""
+
+
+def compare(servers):
+    """Run both on `servers`; return what was counted, and what differs beside duplicates.
+
+    vLLM keeps a block twice if two requests compute it: the last one of a prompt of whole
+    blocks, which is never hit. From there on the two may differ.
+    """
+    counts, wrong = Counter(), []
+    for server in servers:
+        real = vllm_steps.run(server)
+        steps = real.steps
+        found = first_difference(encode(kvcore_steps(server)), encode(steps))
+        at = len(steps) if found is None else found[0]
+        counts += Counter(
+            servers=1,
+            steps=len(steps),
+            admissions=sum(len(step.admitted) for step in steps),
+            preemptions=real.over + sum(len(step.preempted) for step in steps),
+            duplicates=len(real.duplicates),
+            identical=found is None,
+            identical_steps=at,
+            apart_by_duplicates=found is not None,
+        )
+        if found is not None and not (real.duplicates and real.duplicates[0] <= found[2]):
+            wrong.append(f"{server.name}, {server.options}: {found[1]}")
+    return counts, wrong
+
+
+def test_the_goldens_are_what_vllm_does():
+    """The step lists in the repository are those of the installed package."""
+    assert version("vllm") == "0.33.0"
+    made = {server.name: encode(vllm_steps.run(server).steps) for server in golden_servers()}
+    if os.environ.get("KVCORE_LIKE_WRITE"):
+        write(GOLDEN, made)
+    assert made == read(GOLDEN)
+
+
+def test_random_servers():
+    """Steps, admissions, hits, preemptions and free blocks are those of vLLM."""
+    counts, wrong = compare(map(random_server, range(FIRST, FIRST + SERVERS)))
+    print("\nrandom servers:", dict(counts))  # noqa: T201 - the figures of the claim
+    assert not wrong
+    assert counts["servers"] == SERVERS
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_that_are_not_vllm_s_defaults(options):
+    """The same with an option of each side that means the same."""
+    numbers = range(FIRST, FIRST + max(1, SERVERS // 10))
+    servers = [random_server(number, **options) for number in numbers]
+    if "max_chunk" in options:
+        servers = [apart(server) for server in servers if server.chunked]
+    counts, wrong = compare(servers)
+    print(f"\n{options}:", dict(counts))  # noqa: T201
+    assert not wrong
+
+
+def apart(server):
+    """Return `server` with requests that share nothing.
+
+    Prompts of which each gets a small part of a step are computed side by side, so that vLLM
+    would have all blocks twice that two of them share.
+    """
+    requests = [
+        attrs.evolve(each, keys=[(each.id << 20) + place for place in range(len(each.keys))])
+        for each in server.requests
+    ]
+    return attrs.evolve(server, requests=requests)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_difference_would_be_seen(lag):
+    """With a rule of kvcore in place of one of vLLM's the steps are others."""
+    server = conversation(400, 512, lag)
+    real = encode(vllm_steps.run(server).steps)
+    other = attrs.evolve(server, options={"commit": "computed"})
+    assert first_difference(encode(kvcore_steps(server)), real) is None
+    assert first_difference(encode(kvcore_steps(other)), real) is not None

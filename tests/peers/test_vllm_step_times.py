@@ -1,0 +1,216 @@
+"""vLLM's own engine loop and schedulers record the steps that a device ran, and their times."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
+from warnings import catch_warnings
+
+import attrs
+import pytest
+from helpers.step_lists import random_server
+
+from kvcore.serving import StepWork
+from kvcore.serving.calibration import fit_latency, read_steps
+from kvcore.units import NS_PER_S, PS_PER_S
+from kvcore_plugins.latency import Linear, Roofline
+
+with catch_warnings(action="ignore"):  # of what vLLM imports
+    from peers import vllm_steps
+    from vllm.config import SchedulerConfig
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+    from kvcore.serving.vllm_steps import WARM_UP
+
+HOST = 0.0005
+"""Seconds of the host to plan and launch a step."""
+
+
+HOUR_NS = 3600 * NS_PER_S
+"""From one burst of requests to the next: the server is idle in between."""
+
+
+@attrs.frozen
+class Ran:
+    """A step that the device ran: its work as `StepWork` counts it, its start and its end."""
+
+    work: tuple[int, int, int, int]
+    start: float
+    end: float
+
+
+class Device:
+    """Takes the place of vLLM's executor: runs steps in order, on a clock of its own.
+
+    It knows of a sequence what a model runner knows: which tokens it has, and how many of them
+    are computed. A step takes what `latency` says, and time passes while its output is awaited.
+    """
+
+    def __init__(self, latency):
+        self.latency = latency
+        self.latency.bind()
+        self.now = self.free = 0.0
+        self.ran = []
+        self.lengths, self.computed, self.generated = {}, {}, set()
+
+    def execute_model(self, plan, *, non_block):
+        """Launch a step; its tokens come from `sample_tokens`."""
+        self.now += HOST
+        done = Future()
+        if not plan.num_scheduled_tokens:
+            done.set_result(EMPTY_MODEL_RUNNER_OUTPUT)
+            return done
+        work = self._work(plan)
+        prefill, decode, context, pairs = work
+        start = max(self.now, self.free)
+        step = StepWork(prefill, (pairs,), decode, (context,))
+        self.free = start + self.latency.duration(step) / PS_PER_S
+        self.ran.append(Ran(work, start, self.free))
+        self._launched = _Awaited(self, self.free, self._sample(plan))
+        done.set_result(None)
+        return done
+
+    def sample_tokens(self, grammar, *, non_block=False):
+        """Return the output of the step launched last, or what waits for it."""
+        return self._launched if non_block else self._launched.result()
+
+    def _work(self, plan):
+        for new in plan.scheduled_new_reqs:
+            self.lengths.setdefault(new.req_id, new.prompt_len)
+            self.computed[new.req_id] = new.num_computed_tokens
+        known = plan.scheduled_cached_reqs
+        admitted = known.resumed_req_ids | {new.req_id for new in plan.scheduled_new_reqs}
+        for name, tokens in zip(known.req_ids, known.num_computed_tokens, strict=True):
+            if name in known.resumed_req_ids:
+                self.computed[name] = tokens
+        prefill = decode = context = pairs = 0
+        for name, tokens in plan.num_scheduled_tokens.items():
+            attended = range(self.computed[name] + 1, self.computed[name] + tokens + 1)
+            if tokens == 1 and name in self.generated - admitted:
+                decode += 1
+                context += sum(attended)
+            else:
+                prefill += tokens
+                pairs += sum(attended)
+            self.computed[name] += tokens
+        return prefill, decode, context, pairs
+
+    def _sample(self, plan):
+        names = list(plan.num_scheduled_tokens)
+        ready = [self.computed[name] == self.lengths[name] for name in names]
+        for name in (name for name, done in zip(names, ready, strict=True) if done):
+            self.lengths[name] += 1
+            self.generated.add(name)
+        places = {name: place for place, name in enumerate(names)}
+        return ModelRunnerOutput(names, places, [[0] if done else [] for done in ready])
+
+
+class _Awaited(Future):
+    """The output of a step: whoever waits for it has the time at which it is there."""
+
+    def __init__(self, device, end, output):
+        super().__init__()
+        self.device, self.end = device, end
+        self.set_result(output)
+
+    def result(self, timeout=None):
+        """Return the output at the end of the step."""
+        self.device.now = max(self.device.now, self.end)
+        return super().result(timeout)
+
+
+def engine(scheduler, device, *, ahead):
+    """Return vLLM's engine core around a scheduler; without a model, it is not started."""
+    core = object.__new__(EngineCore)
+    core.scheduler, core.model_executor = scheduler, device
+    core.vllm_config, core.log_stats = scheduler.vllm_config, False
+    core.batch_queue_size = 2
+    core.batch_queue = deque(maxlen=2) if ahead else None
+    core.is_mm_encoder_only = core.is_pooling_model = core.check_for_draft_tokens = False
+    core.aborts_queue, core._weight_version = queue.Queue(), None
+    core.step_fn = core.step_with_batch_queue if ahead else core.step
+    return core
+
+
+def record(server, latency, path, monkeypatch, *, ahead):
+    """Serve `server` on a device; return what the device ran, and what is in the file."""
+    kind = "TimedAsyncScheduler" if ahead else "TimedScheduler"
+    dotted = f"kvcore.serving.vllm_steps.{kind}"
+    monkeypatch.setattr(
+        vllm_steps, "SchedulerConfig", partial(SchedulerConfig, scheduler_cls=dotted)
+    )
+    monkeypatch.setenv("KVCORE_STEPS", str(path))
+    device = Device(latency)
+    bursts = [
+        attrs.evolve(each, arrival=each.arrival + each.id // 50 * HOUR_NS)
+        for each in server.requests
+    ]
+    server = attrs.evolve(server, lag=int(ahead), requests=bursts)
+    scheduler = vllm_steps._scheduler(server)
+    assert type(scheduler).__name__ == kind
+    scheduler.clock = lambda: device.now
+    core = engine(scheduler, device, ahead=ahead)
+    arrivals = deque(server.requests)
+    while arrivals or scheduler.has_requests() or core.batch_queue:
+        if not scheduler.has_requests() and not core.batch_queue:
+            device.now = max(device.now, arrivals[0].arrival / NS_PER_S)
+        if not scheduler.has_unfinished_requests():
+            device.now += HOST  # to wake up
+        while arrivals and arrivals[0].arrival / NS_PER_S <= device.now:
+            scheduler.add_request(vllm_steps._request(arrivals.popleft(), server))
+        core.step_fn()
+    scheduler.shutdown()
+    return device.ran, read_steps(path)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_file_has_the_steps_that_the_device_ran_without_a_pause(
+    tmp_path, monkeypatch, ahead, seed
+):
+    """Each with its work and its time; the first ones and those after idle time are missing.
+
+    What a host takes to plan and launch is in the time of a step, unless it is done while the
+    step before runs.
+    """
+    latency = Linear(step=0.01, prefill=1e-5, decode=2e-5, context=1e-8)
+    server = random_server(seed)
+    path = tmp_path / "steps.csv"
+    ran, found = record(server, latency, path, monkeypatch, ahead=ahead)
+    gap = 0 if ahead else HOST
+    expected = [
+        (*each.work, each.end - before.end)
+        for place, (before, each) in enumerate(pairwise(ran), 1)
+        if place >= WARM_UP and each.start - before.end == pytest.approx(gap, abs=1e-9)
+    ]
+    assert 0 < len(expected) < len(ran) - WARM_UP  # some came after idle time
+    assert [(*each.counts, each.pairs) for each in found] == [row[:4] for row in expected]
+    times = [each.time / PS_PER_S for each in found]
+    assert times == pytest.approx([row[4] for row in expected], abs=2e-9)
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_time(tmp_path, monkeypatch):
+    """Also under asynchronous scheduling: tokens come no faster than steps are planned."""
+    monkeypatch.setattr(f"{__name__}.HOST", 0.05)
+    server, path = random_server(3), tmp_path / "steps.csv"
+    ran, found = record(server, Linear(), path, monkeypatch, ahead=True)
+    assert max(each.end - each.start for each in ran) < 0.05
+    assert {each.time for each in found} == {round(0.05 * PS_PER_S)}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+def test_calibrate_finds_the_constants_of_the_device(tmp_path, monkeypatch, ahead):
+    """Those of a roofline; a host that works between two steps is in the overhead."""
+    device = Roofline(
+        "llama-3-8b", "h100", tensor_parallel=1, compute=0.6, bandwidth=0.7, overhead=0.002
+    )
+    path = tmp_path / "steps.csv"
+    record(random_server(3), device, path, monkeypatch, ahead=ahead)
+    found = fit_latency(path, Roofline("llama-3-8b", "h100", tensor_parallel=1))
+    overhead = 0.002 + (0 if ahead else HOST)
+    expected = {"compute": 0.6, "bandwidth": 0.7, "overhead": overhead}
+    assert found.fitted == pytest.approx(expected, rel=1e-3)

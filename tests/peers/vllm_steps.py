@@ -1,0 +1,261 @@
+"""Step lists of the real vLLM: its scheduler and its cache manager, without a model.
+
+vLLM is installed without its dependencies. What its scheduler never calls, and modules that
+need a GPU or a server, are stood in for by empty ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
+import attrs
+import torch
+from helpers.step_lists import STEP_NS, Server, Step
+
+UNUSED = (
+    "cbor2",
+    "cloudpickle",
+    "cpuinfo",
+    "llguidance",
+    "psutil",
+    "pybase64",
+    "uvloop",
+    "vllm.parser",
+    "vllm.reasoning",
+    "xgrammar",
+)
+"""Modules that vLLM imports on the way to its scheduler, and this does not call."""
+
+LONG = 1 << 20
+"""Tokens of the longest sequence where a server sets no limit."""
+
+
+class _Unused(MetaPathFinder, Loader):
+    """Finds an empty module, whose every name is an empty class, for those not called."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the empty module, if `name` is one of them or lies in one."""
+        known = any(name == each or name.startswith(f"{each}.") for each in UNUSED)
+        return ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec):
+        """Leave it to Python."""
+
+    def exec_module(self, module):
+        """Give the module a class for every name that is asked for."""
+
+        def __getattr__(name):  # noqa: N807 - the hook of a module
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = __getattr__
+
+
+sys.meta_path.insert(0, _Unused())
+
+from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.v1.core.block_pool import BlockHashToBlockMap  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.request import RequestStatus as Status  # noqa: E402
+
+
+@attrs.frozen
+class Run:
+    """What vLLM did.
+
+    Attributes:
+        steps: its steps.
+        duplicates: the steps in which a block was cached whose content was cached already.
+        over: preemptions of requests whose last token was on the way, which no step lists.
+    """
+
+    steps: list[Step]
+    duplicates: list[int]
+    over: int
+
+
+def run(server: Server) -> Run:
+    """Serve the requests of `server` by vLLM's scheduler, in steps of `STEP_NS`."""
+    return _Driver(server).run()
+
+
+class _Hashes(BlockHashToBlockMap):
+    """The cached blocks by their hash; counts the second ones."""
+
+    duplicates = 0
+
+    def insert(self, key, block):
+        """Insert a block."""
+        self.duplicates += self.get_one_block(key) is not None
+        super().insert(key, block)
+
+
+class _Driver:
+    """Gives requests to a scheduler, and a token for each to its plans, as an engine does.
+
+    An asynchronous engine keeps two plans: one runs while the other is made. Whatever a plan
+    computes, a step takes the same time; an empty one takes none.
+    """
+
+    def __init__(self, server):
+        self.server = server
+        self.scheduler = _scheduler(server)
+        self.hashes = _Hashes()
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.pool.cached_block_hash_to_block = self.hashes
+        longest = server.options.get("max_model_len") or LONG  # vLLM's front end refuses others
+        self.arrivals = deque(each for each in server.requests if each.prompt_tokens < longest)
+        self.lost = []
+        self.steps, self.duplicates, self.over = [], [], 0
+
+    def run(self):
+        """Serve all requests."""
+        plans, depth = deque(), 1 + self.server.lag
+        now = idle = 0  # idle: when what has been planned will have run
+        while True:
+            while self.arrivals and self.arrivals[0].arrival <= now:
+                self.scheduler.add_request(_request(self.arrivals.popleft(), self.server))
+            if self.scheduler.has_requests():
+                plan, output = self.plan()
+                idle = max(now, idle) + STEP_NS * bool(plan.num_scheduled_tokens)
+                plans.append((idle, plan, output))
+                if len(plans) < depth and plan.num_scheduled_tokens:
+                    continue
+            elif not plans:
+                if not self.arrivals:
+                    return Run(self.steps, self.duplicates, self.over)
+                now = max(now, self.arrivals[0].arrival)
+                continue
+            now, plan, output = plans.popleft()
+            self.scheduler.update_from_output(plan, output)
+            if plans and plans[0][1].num_scheduled_tokens:
+                self.correct()
+
+    def correct(self):
+        """Correct the record of the plan made last by what the step before it has ended.
+
+        Who has lost its blocks with its last token on the way is over, and starts no more.
+        """
+        step, known = self.steps[-1], self.scheduler.requests
+        lost = [each for each in step.preempted if _name(each) in known]
+        free = self.pool.get_num_free_blocks()
+        self.over += len(step.preempted) - len(lost)
+        self.steps[-1] = attrs.evolve(step, preempted=lost, free=free)
+
+    def plan(self):
+        """Make and record a plan; return it with the tokens that a model would answer."""
+        scheduler, before = self.scheduler, self.hashes.duplicates
+        running = scheduler.running.copy()
+        plan = scheduler.schedule()
+        tokens = plan.num_scheduled_tokens
+        # Those of an empty plan are told of the next one.
+        self.lost += [
+            int(each.request_id) for each in running if each.status == Status.PREEMPTED
+        ]
+        if tokens:
+            named = {int(name): count for name, count in tokens.items()}
+            admitted = {
+                int(each.request_id): each.num_computed_tokens - tokens[each.request_id]
+                for each in scheduler.running
+                if each not in running
+            }
+            lost, self.lost = sorted(self.lost), []
+            free = self.pool.get_num_free_blocks()
+            if self.hashes.duplicates > before:
+                self.duplicates.append(len(self.steps))
+            self.steps.append(Step(named, admitted, lost, free))
+        prefills = (scheduler.requests[name].is_prefill_chunk for name in tokens)
+        sampled = [[] if prefill else [0] for prefill in prefills]
+        places = {name: place for place, name in enumerate(tokens)}
+        return plan, ModelRunnerOutput([*tokens], places, sampled)
+
+
+def _scheduler(server):
+    """Return a scheduler of vLLM with the options of `server`."""
+    longest = server.options.get("max_model_len") or LONG
+    options = {
+        "scheduler_reserve_full_isl": server.options.get("reserve") != "first-chunk",
+        "long_prefill_token_threshold": server.options.get("max_chunk") or 0,
+    }
+    scheduling = SchedulerConfig(
+        # Without chunks it must fit a step; the scheduler asks the model.
+        max_model_len=longest if server.chunked else server.max_tokens,
+        is_encoder_decoder=False,
+        max_num_batched_tokens=server.max_tokens,
+        max_num_seqs=server.max_seqs,
+        enable_chunked_prefill=server.chunked,
+        policy="priority" if server.by_priority else "fcfs",
+        watermark=server.watermark,
+        async_scheduling=bool(server.lag),
+        **options,
+    )
+    caching = CacheConfig(block_size=server.block_size, enable_prefix_caching=True)
+    config = VllmConfig(
+        scheduler_config=scheduling, cache_config=caching, device_config=DeviceConfig("cpu")
+    )
+    caching.num_gpu_blocks = server.blocks
+    # In place of the files of a model: what the scheduler asks of it.
+    config.model_config = SimpleNamespace(
+        max_model_len=longest,
+        runner_type="generate",
+        uses_mrope=False,
+        is_encoder_decoder=False,
+        is_diffusion=False,
+        supports_multimodal_inputs=False,
+        multimodal_config=None,
+        return_sampling_mask=False,
+    )
+    attention = FullAttentionSpec(
+        block_size=server.block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
+    )
+    layers = KVCacheConfig(
+        num_blocks=server.blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+    )
+    grammar = SimpleNamespace(accept_tokens=lambda *_: True)
+    kind = scheduling.get_scheduler_cls()
+    return kind(config, layers, grammar, block_size=server.block_size)
+
+
+def _request(request, server):
+    """Return `request` for vLLM: its tokens mean nothing, its blocks have the same keys."""
+
+    def hashes(job):
+        done, full = len(job.block_hashes), job.num_tokens // server.block_size
+        return [_hash(request, block, server.block_size) for block in range(done, full)]
+
+    return Request(
+        request_id=_name(request.id),
+        prompt_token_ids=[0] * request.prompt_tokens,
+        sampling_params=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=request.arrival,
+        priority=-request.priority,
+        block_hasher=hashes,
+    )
+
+
+def _name(number):
+    """Return the id of a request; as texts they have the order of numbers, as equals do."""
+    return f"{number:06}"
+
+
+def _hash(request, block, block_size):
+    """Return the hash of a block: of its key and its place under it, or of its own."""
+    if (block + 1) * block_size > request.prompt_tokens:
+        return b"%d of %d" % (block, request.id)
+    key, place = divmod(block, request.key_tokens // block_size)
+    return b"%d, %d" % (request.keys[key], place)

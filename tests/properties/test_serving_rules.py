@@ -1,0 +1,82 @@
+"""Whatever rules of engines a server has: jumps change nothing, and nothing is lost."""
+
+import attrs
+import pytest
+from helpers.engine import compute, decided
+from helpers.schedulers import SCHEDULERS
+from helpers.serving import COLUMNS, RULES, Bent, ruled_servers
+from hypothesis import assume, given, settings
+
+from kvcore.serving import Batching
+from kvcore.trace import check_trace
+
+every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
+few = settings(max_examples=max(settings.default.max_examples // 2, 1))
+
+
+def assume_order(scheduler, server):
+    """Leave out what is known to go round in circles.
+
+    Where prompts get their blocks chunk by chunk and nobody sees to it that all fit, those that
+    a plan puts first must not be the first to be preempted.
+    """
+    own_plan = scheduler.partition(":")[0] in ("lpm", "planning")
+    assume(not own_plan or server.options.get("reserve") != "first-chunk")
+
+
+def outcome(run):
+    """Return all that a run decided, as far as it is known without a trace."""
+    log = run.result.log
+    columns = {column: getattr(log, column) for column in COLUMNS}
+    stats = attrs.asdict(run.result.cache.stats)
+    return log.ids, log.reasons, columns, log.steps, log.busy_ps, log.itl.percentiles(1), stats
+
+
+@every_scheduler
+@given(server=ruled_servers())
+def test_jumps_change_nothing(scheduler, server):
+    """Many decode steps at once or one by one, traced or not: the same decisions."""
+    assume_order(scheduler, server)
+    jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
+    assert jumps.trace == steps.trace
+    assert outcome(jumps) == outcome(steps) == outcome(server.run(scheduler, trace=False))
+
+
+@every_scheduler
+@few
+@given(server=ruled_servers())
+def test_a_trace_can_be_replayed(tmp_path_factory, scheduler, server):
+    """Every request ends once, and `replay` finds nothing to object to."""
+    assume_order(scheduler, server)
+    run = server.run(scheduler)
+    assert {*run.rows, *run.rejected} == {request.id for request in server.requests}
+    path = tmp_path_factory.mktemp("rules") / "trace.jsonl"
+    path.write_bytes(run.trace)
+    report = check_trace(path)
+    assert (report.finished, report.rejected) == (len(run.rows), len(run.rejected))
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
+@few
+@given(server=ruled_servers())
+def test_same_decisions_on_tensors(scheduler, server):
+    """Under the model's clock the trace is the simulator's, but for header and END."""
+    assume_order(scheduler, server)
+    assume(scheduler != "urgent" or server.options.get("commit") != "scheduled")
+    run = compute(
+        server.requests,
+        scheduler=scheduler,
+        eviction=server.eviction,
+        latency=Bent(reach=server.windows),
+        tiers=server.tiers,
+        **server.options,
+    )
+    assert decided(run.trace) == decided(server.run(scheduler).trace)
+
+
+def test_every_rule_is_tried():
+    """What is drawn are all rules, and each has its default among the values."""
+    limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
+    defaults = attrs.asdict(Batching())
+    assert set(RULES) == set(defaults) - limits
+    assert all(defaults[name] in values for name, values in RULES.items())

@@ -1,0 +1,65 @@
+"""The workload `bench`: what a benchmark's client sends."""
+
+import pytest
+
+import kvcore
+from kvcore.errors import InputError
+from kvcore_plugins.workload import Bench
+
+
+def lengths(**options):
+    """Return the pairs of prompt and output lengths of the requests."""
+    return [(each.prompt_tokens, each.output_tokens) for each in Bench(**options)]
+
+
+def test_a_client_sends_a_request_once_the_one_before_is_answered():
+    """Of three clients, each request comes after the one three before it, without a pause."""
+    requests = list(Bench(requests=7, concurrency=3))
+    assert [each.after for each in requests] == [None, None, None, 0, 1, 2, 3]
+    assert [each.session for each in requests] == ["0", "1", "2", "0", "1", "2", "0"]
+    assert {each.think_time for each in requests} == {0}
+
+
+def test_the_next_request_comes_when_the_one_before_ends():
+    """In a closed loop of four, request n arrives as request n - 4 finishes."""
+    result = kvcore.simulate(
+        "bench:requests=40,concurrency=4,input_tokens=100,output_tokens=20,spread=0.5"
+    )
+    rows = result.requests
+    arrival, finish = (
+        dict(zip(rows["id"], rows[f"{when}_s"], strict=True)) for when in ("arrival", "finish")
+    )
+    assert [arrival[n] for n in range(4)] == [0] * 4
+    assert [arrival[n] for n in range(4, 40)] == [finish[n] for n in range(36)]
+
+
+def test_an_open_loop_arrives_at_its_rate():
+    """Of 2,000 Poisson arrivals at 10/s the mean gap is 0.1 s within 10 %, without sessions."""
+    requests = list(Bench(requests=2_000, rate=10))
+    assert requests[-1].arrival / 1999 == pytest.approx(1e8, rel=0.1)
+    assert {each.session for each in requests} == {None}
+
+
+def test_without_a_rate_all_arrive_at_once():
+    """Full load: every request is there at time 0."""
+    assert {each.arrival for each in Bench(requests=5)} == {0}
+
+
+def test_lengths_vary_by_the_spread():
+    """Drawn from the last fifth, both ends of it included; without a spread they are equal."""
+    drawn = lengths(requests=3_000, input_tokens=100, output_tokens=10, spread=0.2)
+    assert {prompt for prompt, _ in drawn} == set(range(80, 101))
+    assert {output for _, output in drawn} == {8, 9, 10}
+    assert set(lengths(requests=9, input_tokens=100, output_tokens=10)) == {(100, 10)}
+
+
+def test_a_prompt_has_a_token_whatever_the_spread():
+    """The shortest prompt drawn has one token, also where the spread would allow none."""
+    drawn = lengths(requests=200, input_tokens=2, output_tokens=0, spread=0.99)
+    assert set(drawn) == {(1, 0), (2, 0)}
+
+
+def test_clients_that_wait_have_no_rate():
+    """Concurrency and rate exclude one another, and the error names both."""
+    with pytest.raises(InputError, match=r"concurrency=4 and rate=2\.0"):
+        Bench(concurrency=4, rate=2)

@@ -1,0 +1,260 @@
+"""The rules by which engines differ, each alone. A step takes 10 ns, a block is 4 tokens."""
+
+from typing import ClassVar
+
+import attrs
+import pytest
+from helpers.schedulers import scheduler_of
+from helpers.serving import Even, ask, serve, servers
+from hypothesis import given
+
+import kvcore
+from kvcore import InputError
+from kvcore.config import RunConfig
+from kvcore.config.like import LIKENESSES
+from kvcore.serving import Batching
+
+TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
+
+
+@pytest.mark.parametrize(("commit", "hit"), [("computed", 0), ("scheduled", 8)])
+def test_blocks_can_be_hit_once_they_are_scheduled(commit, hit):
+    """The next admission of the same step shares what the one before it will compute."""
+    assert serve(TWINS, commit=commit).rows["b"]["hit"] == hit
+
+
+def test_scheduled_blocks_of_a_chunk_end_with_it():
+    """What a step computes of a prompt can be hit in it, and no more."""
+    rows = serve(TWINS, commit="scheduled", max_tokens=300, max_chunk=4).rows
+    assert rows["b"]["hit"] == 4
+
+
+@pytest.mark.parametrize(("reserve", "blocks"), [("prompt", 5), ("chunk", 2)])
+def test_blocks_of_a_prompt_are_taken_chunk_by_chunk(reserve, blocks):
+    """An admission takes the blocks of the whole prompt, or those of its first chunk."""
+    run = serve([ask("a", 0, 20, 1)], reserve=reserve, max_tokens=8, max_seqs=2)
+    first = next(line for line in run.lines if line["event"] == "ALLOC")
+    assert sum(abs(count) for _, count in first["runs"]) == blocks
+
+
+@pytest.mark.parametrize(
+    ("reserve", "admitted"), [("prompt", 40), ("chunk", 40), ("first-chunk", 10)]
+)
+def test_the_whole_prompt_must_be_free_but_for_first_chunk(reserve, admitted):
+    """With room for its first chunk alone, a prompt waits, unless that is enough."""
+    requests = [ask("a", 0, 8, 4), ask("b", 1, 20, 1)]
+    run = serve(requests, blocks=6, reserve=reserve, max_tokens=9, max_seqs=2)
+    assert run.rows["b"]["admitted"] == admitted
+
+
+def test_who_finds_no_block_for_a_chunk_gives_up_the_last():
+    """A prompt that goes on and finds no block preempts the job that is last in order."""
+    requests = [ask("a", 0, 16, 1), ask("b", 0, 16, 1)]
+    rows = serve(requests, blocks=6, reserve="first-chunk", max_chunk=4).rows
+    assert (rows["a"]["recomputes"], rows["b"]["recomputes"]) == (0, 1)
+
+
+@pytest.mark.parametrize(("null_block", "kept"), [(False, 5), (True, 4)])
+def test_the_watermark_of_all_blocks_is_rounded_down(null_block, kept):
+    """Of 95 blocks, or of 96 with the one that is never used, 5 % are kept."""
+    assert Batching(watermark=0.05, null_block=null_block).reserved_blocks(95) == kept
+
+
+def test_the_null_block_is_of_the_pool():
+    """The pool that is asked for has one block less to give away."""
+    result = kvcore.simulate("zipf:requests=5", blocks=900, null_block=True)
+    assert result.cache.pool.blocks == 899
+
+
+def test_a_pool_of_the_null_block_alone_is_refused():
+    """Something must be left."""
+    with pytest.raises(InputError, match="never used: give 2 or more"):
+        kvcore.simulate("zipf:requests=5", blocks=1, null_block=True)
+
+
+@pytest.mark.parametrize(("unchunked", "first"), [("alone", 20), ("wait", 50)])
+def test_an_unchunked_prompt_waits_for_room(unchunked, first):
+    """A prompt of 8 beside 2 that decode, of 9 tokens: a step of its own, or a later one."""
+    requests = [ask("a", 0, 2, 4), ask("b", 0, 2, 4), ask("c", 1, 8, 1)]
+    run = serve(requests, unchunked=unchunked, chunked=False, max_tokens=9, max_seqs=4)
+    assert run.rows["c"]["first_token"] == first
+
+
+def test_a_prompt_that_no_step_can_hold_is_rejected():
+    """Where it has to wait for room that there never is, it is turned away at once."""
+    run = serve([ask("a", 0, 8, 3)], unchunked="wait", chunked=False, max_tokens=9, max_seqs=2)
+    assert run.rejected == {
+        "a": "its 10 tokens may have to be computed in one step, which has 9 at most"
+    }
+
+
+def test_a_chunk_has_a_cap_beside_others():
+    """One prompt takes no more than the cap of a step; alone it takes the step."""
+    both = serve([ask("a", 0, 12, 1), ask("b", 0, 12, 1)], max_chunk=4).rows
+    assert (both["a"]["first_token"], both["b"]["first_token"]) == (30, 30)
+    assert serve([ask("a", 0, 12, 1)], max_chunk=4).rows["a"]["first_token"] == 10
+
+
+@pytest.mark.parametrize(("generated", "again"), [("keyed", 0), ("cached", 8)])
+def test_generated_blocks_stay_cached(generated, again):
+    """A preempted request finds what it has generated, where all of that stays cached."""
+    requests = [ask("a", 0, 4, 13, keys=[1]), ask("b", 0, 4, 13, keys=[2])]
+    run = serve(requests, blocks=7, generated=generated)
+    back = [line for line in run.lines if line["event"] == "HIT" and line.get("again")]
+    assert [line["blocks"] * 4 - 4 for line in back] == [again]
+
+
+def test_nobody_else_hits_generated_blocks():
+    """They have a name of their own, whatever follows the same prompt."""
+    requests = [ask("a", 0, 6, 9, keys=[1]), ask("b", 500, 12, 1, keys=[1, 2, 3])]
+    assert serve(requests, generated="cached").rows["b"]["hit"] == 4
+
+
+def test_generated_blocks_begin_inside_a_key():
+    """Where a key is several blocks, the prompt may end inside one: two ways go on there."""
+    requests = [ask(n, n * 500, 20, 9, keys=[1, 2], key_tokens=16) for n in range(3)]
+    run = serve(requests, generated="cached", key_tokens=16)
+    assert [row["hit"] for row in run.rows.values()] == [0, 16, 16]
+
+
+@pytest.mark.parametrize(("allowed", "admitted"), [(True, 10), (False, 20)])
+def test_a_step_that_preempts_admits_nobody(allowed, admitted):
+    """With priorities a job behind could be preempted, and another one admitted at once."""
+    requests = [
+        ask("a", 0, 4, 9, priority=2),
+        ask("b", 0, 8, 9, priority=0),
+        ask("c", 5, 4, 1, priority=1),
+    ]
+    run = serve(
+        requests,
+        blocks=4,
+        scheduler=scheduler_of("priority"),
+        admit_after_preemption=allowed,
+    )
+    assert run.rows["b"]["recomputes"]
+    assert run.rows["c"]["admitted"] == admitted
+
+
+@pytest.mark.parametrize(("ties", "victim"), [("last", "b"), ("first", "a")])
+def test_ties_decide_who_is_preempted(ties, victim):
+    """Of equal priority and arrival, the one admitted last or first loses its blocks."""
+    requests = [ask("a", 0, 4, 9), ask("b", 0, 4, 9)]
+    run = serve(requests, blocks=4, scheduler=scheduler_of("priority"), ties=ties)
+    assert run.rows[victim]["recomputes"]
+
+
+@pytest.mark.parametrize(("lag", "admitted"), [(0, 10), (1, 20)])
+def test_who_arrives_during_a_step_counts_a_step_later(lag, admitted):
+    """The step after the one that runs is planned already."""
+    run = serve([ask("a", 0, 4, 9), ask("b", 5, 4, 1)], lag=lag)
+    assert run.rows["b"]["admitted"] == admitted
+
+
+@pytest.mark.parametrize(("lag", "admitted"), [(0, 20), (1, 30)])
+def test_what_a_step_finishes_is_free_a_step_later(lag, admitted):
+    """A slot is held for a step longer, though the last token has come."""
+    requests = [ask("a", 0, 4, 2), ask("c", 0, 4, 9), ask("b", 1, 4, 2)]
+    run = serve(requests, lag=lag, max_seqs=2)
+    assert run.rows["a"]["finish"] == 20
+    assert run.rows["b"]["admitted"] == admitted
+
+
+def test_an_idle_server_lags_behind_nothing():
+    """Who comes to an idle server is admitted at once."""
+    run = serve([ask("a", 0, 4, 3), ask("b", 500, 4, 1)], lag=1)
+    assert run.rows["b"]["admitted"] == 500
+
+
+@attrs.define(slots=False, eq=False)
+class Behind(Even):
+    """Steps of 10 ns behind a front end that takes 25."""
+
+    name: ClassVar[str] = "behind"
+    frontend = 25e-9
+
+
+def test_a_front_end_comes_before_the_queue():
+    """A request is planned 25 ns after it has arrived, in an idle server and in a busy one."""
+    requests = [ask("a", 100, 4, 9), ask("b", 131, 4, 1)]
+    run = serve(requests, latency=Behind())
+    assert [run.rows[name]["admitted"] for name in "ab"] == [125, 165]
+    assert [run.rows[name]["arrival"] for name in "ab"] == [100, 131]
+    assert run.story("REQUEST") == ["100 REQUEST a", "131 REQUEST b"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@given(server=servers())
+def test_jumps_behind_a_front_end(lag, server):
+    """Many decode steps at once or one by one: the same trace."""
+    jumps = server.run("fcfs", latency=Behind(), lag=lag)
+    steps = server.run("fcfs", latency=Behind(), lag=lag, jumps=False)
+    assert jumps.trace == steps.trace
+
+
+def test_a_text_ends_at_the_longest_sequence():
+    """The output is what the model's context leaves; a prompt that fills it is turned away."""
+    run = serve([ask("a", 0, 8, 9), ask("b", 0, 12, 1)], max_model_len=12)
+    assert run.rows["a"]["output"] == 4
+    assert run.rejected == {"b": "its prompt has 12 tokens, and max_model_len is 12"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"lag": 2}, "lag=2: a plan knows of the step before it"),
+        (
+            {"reserve": "all"},
+            "reserve='all' is not known; there are: prompt, chunk, first-chunk",
+        ),
+        ({"max_chunk": 0}, "max_chunk=0: give whole tokens, at least 1, or None"),
+        ({"max_chunk": 8, "chunked": False}, "max_chunk=8: prompts are not chunked"),
+        ({"null_block": 1}, "null_block=1 must be True or False"),
+        ({"max_model_len": 1.5}, "max_model_len=1.5: give whole tokens"),
+    ],
+)
+def test_rules_that_there_are_not(rule, message):
+    """A wrong value names its option, and what may be given."""
+    with pytest.raises(InputError, match=message):
+        Batching(**rule)
+
+
+def test_a_lag_goes_without_retention():
+    """What a step leaves behind would be decided before it is known."""
+    with pytest.raises(InputError, match="lag=1 with a retention policy"):
+        serve([ask("a")], lag=1, retention="window:tokens=4")
+
+
+def test_defaults_are_left_out_of_headers():
+    """A trace names the limits, and those rules that are others than kvcore's."""
+    limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
+    assert set(Batching().as_dict()) == limits
+    assert Batching(lag=1).as_dict().keys() - limits == {"lag"}
+
+
+class TestLike:
+    """The engine whose rules are the defaults."""
+
+    @pytest.mark.parametrize("engine", LIKENESSES)
+    def test_its_options_are_options_of_a_run(self, engine):
+        """Each value is one that its option can have, and is not changed by it."""
+        config = RunConfig.of(like=engine)
+        for name, value in LIKENESSES[engine].options.items():
+            got = getattr(config, name)
+            assert (got if type(got) is type(value) else str(got)) == value
+
+    def test_given_options_win(self):
+        """What is given beside the engine is not as in the engine."""
+        config = RunConfig.of(like="vllm", lag=0, watermark=0.05)
+        assert (config.lag, config.watermark, config.commit) == (0, 0.05, "scheduled")
+
+    def test_an_engine_that_there_is_not(self):
+        """The message names those that there are."""
+        with pytest.raises(InputError, match=r"like: 'vlm' is no engine; there are: .*vllm"):
+            RunConfig.of(like="vlm")
+
+    def test_in_python_it_is_its_options(self):
+        """`like` and the options that it stands for are the same run."""
+        given = {"limit": 40, "blocks": 3000, "block_size": 16}
+        like = kvcore.simulate("mooncake", like="vllm", **given)
+        options = kvcore.simulate("mooncake", **given, **LIKENESSES["vllm"].options)
+        assert like.summary() | {"wall_s": 0} == options.summary() | {"wall_s": 0}

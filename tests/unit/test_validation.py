@@ -1,0 +1,301 @@
+"""Measured rows beside simulated ones: how they are read, simulated and counted."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcore
+from kvcore.analysis import measured
+from kvcore.analysis.validation import Errors
+from kvcore.errors import InputError, PluginError
+
+PUBLISHED = Path(__file__).parents[1] / "data" / "trtllm_1.0_throughput.csv"
+
+ROW = {
+    "model": "llama-3.1-8b",
+    "device": "h100",
+    "tensor_parallel": 1,
+    "input_tokens": 128,
+    "output_tokens": 16,
+    "concurrency": 2,
+    "tpot": 0.01,
+}
+
+SILICON = {
+    "id": "a",
+    "silicon_data_source": "x; silicon_concurrency=2",
+    "backend": "trtllm",
+    "backend_version": "1.0",
+    "model_path": "meta-llama/Llama-3.1-8B-Instruct-FP8",
+    "system": "h100_sxm",
+    "precision": "fp8",
+    "mode": "agg",
+    "isl": "128",
+    "osl": "16",
+    "gemm_quant_mode": "fp8_block",
+    "batch_size": "2",
+    "tp_size": "1",
+    "pp_size": "1",
+    "silicon_ttft_ms": "20",
+    "silicon_tpot_ms": "5",
+}
+
+
+def write_csv(path, *rows):
+    """Write rows as a table whose columns are those of the first."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_lines(path, *rows):
+    """Write rows as JSON Lines."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return the path of a file to write."""
+    return tmp_path / "rows"
+
+
+def refused(path, *rows):
+    """Return the error about a file of these rows."""
+    with pytest.raises(InputError) as error:
+        kvcore.validate(write_lines(path, *rows))
+    return str(error.value)
+
+
+loads = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(["llama-3-8b", "qwen3-30b-a3b"]),
+        "device": st.sampled_from(["h100", "h200"]),
+        "tensor_parallel": st.sampled_from([1, 2]),
+        "weights_dtype": st.sampled_from(["bf16", "fp8"]),
+        "codec": st.sampled_from(["fp16", "fp8"]),
+        "max_seqs": st.sampled_from([3, 256]),
+        "input_tokens": st.integers(1, 3_000),
+        "output_tokens": st.integers(2, 40),
+        "requests": st.integers(1, 12),
+        "spread": st.sampled_from([0, 0.2]),
+    }
+)
+LOAD = ("input_tokens", "output_tokens", "requests", "spread", "concurrency", "rate")
+
+
+@given(row=loads, load=st.sampled_from([{"concurrency": 3}, {"rate": 20}, {"rate": "inf"}]))
+def test_what_kvcore_measured_validates_without_an_error(tmp_path_factory, row, load):
+    """Rows with the figures of `kvcore.simulate` of the same load are met to the last bit."""
+    row |= load
+    options = {name: value for name, value in row.items() if name not in LOAD}
+    bench = ",".join(f"{name}={row[name]}" for name in LOAD if name in row)
+    result = kvcore.simulate(f"bench:{bench}", **options)
+    row |= {"ttft": result.ttft.mean, "tpot": result.tpot.mean}
+    row |= {"throughput": result.throughput_tokens_s}
+    path = tmp_path_factory.mktemp("rows") / "rows"
+    for write in (write_csv, write_lines):
+        found = kvcore.validate(write(path, row))
+        assert not found.left_out
+        assert [found.errors(name) for name in found.measures] == [Errors(1, 0, 0, 0)] * 3
+
+
+def test_a_closed_loop_has_rounds_of_its_clients(path):
+    """Where a row does not say how many requests there were, each client sends four."""
+    rows = write_lines(path, ROW, ROW | {"requests": 3, "spread": 0})
+    drawn, given_ = kvcore.validate(rows, rounds=4, spread=0.5).compared
+    assert drawn.config.workload.options["requests"] == "8"
+    assert drawn.config.workload.options["spread"] == "0.5"
+    assert given_.config.workload.options["requests"] == "3"
+    assert given_.config.workload.options["spread"] == "0.0"
+
+
+def test_options_are_for_rows_that_do_not_have_them(path):
+    """A row's own value of a column wins over an option of the call."""
+    rows = write_lines(path, ROW, ROW | {"max_seqs": 7})
+    found = kvcore.validate(rows, max_seqs=5).compared
+    assert [each.config.max_seqs for each in found] == [5, 7]
+
+
+def test_a_known_engine_serves_by_its_rules(path):
+    """Of an engine that is not known, and with `like=None`, by those of kvcore."""
+    rows = write_lines(path, ROW | {"engine": "vllm"}, ROW | {"engine": "trtllm"})
+    found = kvcore.validate(rows).compared
+    assert [each.config.like for each in found] == ["vllm", None]
+    assert [each.config.lag for each in found] == [1, 0]
+    found = kvcore.validate(rows, like=None).compared
+    assert [each.config.like for each in found] == [None, None]
+
+
+def test_rows_are_chosen_by_their_columns(path):
+    """Each condition must hold; a condition may name several values."""
+    others = {"device": "h200"}, {"device": "b200"}, {"tensor_parallel": 2}
+    rows = write_lines(path, ROW, *(ROW | other for other in others))
+    where = {"device": "h100,h200", "tensor_parallel": "1"}
+    found = kvcore.validate(rows, where=where).compared
+    assert [each.row.line for each in found] == [1, 2]
+
+
+def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
+    """A model that is not known, and weights that do not fit; the others are simulated."""
+    unknown, large = ROW | {"model": "llama-9-8b"}, ROW | {"model": "llama-3.1-70b"}
+    found = kvcore.validate(write_lines(path, unknown, ROW, large, unknown))
+    assert len(found.compared) == 1
+    (first, first_rows), (second, second_rows) = found.left_out.items()
+    assert "unknown model 'llama-9-8b'" in first
+    assert "llama-3.1-70b on 1 x h100" in second
+    assert (first_rows, second_rows) == (2, 1)
+
+
+def test_requests_that_are_rejected_leave_their_row_out(path):
+    """A prompt that the pool cannot hold has no figures to compare."""
+    found = kvcore.validate(write_lines(path, ROW, ROW | {"input_tokens": 20_000}), blocks=100)
+    assert [each.row.line for each in found.compared] == [1]
+    assert "rejected" in next(iter(found.left_out))
+
+
+def test_no_row_that_can_be_simulated_is_an_error(path):
+    """The first reason is told."""
+    told = refused(path, ROW | {"device": "h900"})
+    assert "none of 1 rows can be simulated; the first: " in told
+    assert "unknown device 'h900'" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tpto": 1}, "there is no column 'tpto' (did you mean 'tpot'?). There are: id,"),
+        ({"concurrency": 1.5}, "concurrency 1.5: expected a whole number from 1"),
+        ({"concurrency": True}, "concurrency true: expected a whole number from 1"),
+        ({"tpot": -1}, "tpot -1: expected a number above 0"),
+        ({"tpot": "fast"}, "tpot 'fast': expected a number above 0"),
+        ({"rate": "inf", "tpot": "inf"}, "tpot 'inf': expected a number above 0"),
+        ({"rate": 0}, "rate 0: expected a number above 0"),
+        ({"spread": -0.1}, "spread -0.1: expected a share"),
+        ({"tpot": ""}, "a row needs something measured: ttft, tpot, throughput"),
+        ({"concurrency": None}, "a row needs a concurrency"),
+        ({"model": ""}, "a row needs a value of model"),
+        ({"codec": "fp8:"}, "codec: "),
+        ({"max_seqs": "many"}, "max_seqs: "),
+        ({"weights_dtype": "fp3"}, "weights_dtype: 'fp3' is not one of"),
+        ({"slo": "ttft=1"}, "there is no column 'slo'"),
+    ],
+)
+def test_a_bad_cell_is_named(path, change, told):
+    """With its file, its line and its column."""
+    assert f"{path}:2: {told}" in refused(path, ROW, ROW | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "the file is empty"),
+        ("model,model\na,b\n", ":1: two columns are called 'model'"),
+        ("model,device\na\n", ":2: 1 cells under 2 columns"),
+        ('{"model": \n', ":1: not a JSON object"),
+        ('model\n"a\n', ":2: not a row of a table"),
+        ("model,device\n", "none of 0 rows can be simulated"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(path, text, told):
+    """The file and the line are named."""
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"^{path}.*{told}"):
+        kvcore.validate(path)
+
+
+def test_an_unknown_option_is_refused_at_once(path):
+    """Not for each row, as a row that cannot be simulated."""
+    with pytest.raises(InputError, match=r"there is no option 'max_seq' .did you mean"):
+        kvcore.validate(write_lines(path, ROW), max_seq=3)
+
+
+def test_errors_are_medians_and_a_nearest_rank():
+    """Of -50, -10, 20 and 30 %: signed 5 %, absolute 25 %, and the largest as the 90th."""
+    assert Errors.of([0.2, -0.1, -0.5, 0.3]) == Errors(4, pytest.approx(0.05), 0.25, 0.5)
+    assert Errors.of([]) is None
+
+
+def test_groups_are_sorted_by_number_or_name(path):
+    """By one column, or by several at once."""
+    rows = [ROW | {"concurrency": clients} for clients in (16, 2, 4)]
+    found = kvcore.validate(write_lines(path, *rows), rounds=1)
+    assert list(found.groups("concurrency")) == ["2", "4", "16"]
+    assert list(found.groups("device+concurrency")) == ["h100 16", "h100 2", "h100 4"]
+    with pytest.raises(InputError, match=r"column 'devise' .did you mean 'device'"):
+        found.groups("devise")
+
+
+def test_the_worst_rows_are_those_with_the_largest_share(path):
+    """Whatever the sign; rows without the measure are none."""
+    rows = [ROW | {"tpot": time} for time in (1, 1e-6, 0.01)]
+    rows.append({k: v for k, v in ROW.items() if k != "tpot"} | {"ttft": 1})
+    found = kvcore.validate(write_lines(path, *rows), rounds=1)
+    assert [each.row.line for each in found.worst("tpot")] == [2, 1, 3]
+
+
+def test_silicon_samples_are_read(path):
+    """Names become those of the catalogue, ms seconds, and fp8 holds for K/V too."""
+    (row,) = measured.read_measured(write_csv(path, SILICON))
+    assert row.options.items() >= {"model": "llama-3.1-8b", "device": "h100"}.items()
+    assert (row.options["weights_dtype"], str(row.options["codec"])) == ("fp8", "fp8")
+    assert row.load == {"input_tokens": 128, "output_tokens": 16, "concurrency": 2}
+    assert row.values == {"ttft": 0.02, "tpot": 0.005}
+    assert row.labels == {"id": "a", "engine": "trtllm", "version": "1.0"}
+    assert len(kvcore.validate(path).compared) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"mode": "disagg"}, "prefill and decode on servers of their own"),
+        ({"silicon_data_source": "x"}, "no concurrency recorded"),
+        ({"batch_size": "1"}, "attention or requests divided among replicas"),
+        ({"pp_size": "2"}, "pipeline stages"),
+        ({"model_path": "a/b-9"}, "model b-9 is not in the catalogue"),
+        ({"system": "gb900"}, "device gb900 is not in the catalogue"),
+        ({"gemm_quant_mode": "nvfp4"}, "weights in nvfp4"),
+    ],
+)
+def test_silicon_samples_that_are_not_plain_are_left_out(path, change, why):
+    """With the reason."""
+    found = kvcore.validate(write_csv(path, SILICON, SILICON | change))
+    assert found.left_out == {why: 1}
+
+
+def test_weights_without_a_format_are_as_released(path):
+    """So are those that the samples call nvfp4 where the release is mxfp4."""
+    bare = SILICON | {"gemm_quant_mode": "", "precision": ""}
+    oss = SILICON | {"gemm_quant_mode": "nvfp4", "model_path": "openai/gpt-oss-120b"}
+    for row in measured.read_measured(write_csv(path, bare, oss)):
+        assert "weights_dtype" not in row.options
+        assert str(row.options["codec"]) == "fp16"
+
+
+def test_the_samples_are_found_where_the_package_is_installed(tmp_path, monkeypatch):
+    """Without importing it; where it is not installed the error says what to do."""
+    with pytest.raises(PluginError, match="pip install aiconfigurator-core, or name a file"):
+        kvcore.validate("aic")
+    package = tmp_path / "aiconfigurator_core"
+    (package / "systems").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError")
+    write_csv(package / "systems" / "silicon_sample.csv", SILICON)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(kvcore.validate("aic").compared) == 1
+    assert "aiconfigurator_core" not in sys.modules
+
+
+def test_published_throughputs_are_rows_too():
+    """Full load of 3,000 requests on TensorRT-LLM: one of the 60 cells, within 60 %."""
+    where = {"model": "llama-3.1-405b", "device": "h100", "input_tokens": "1000"}
+    found = kvcore.validate(PUBLISHED, where=where | {"output_tokens": "1000"})
+    assert found.measures == ["throughput"]
+    assert found.errors("throughput").rows == 1
+    assert found.errors("throughput").absolute < 0.6

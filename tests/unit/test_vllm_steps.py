@@ -1,0 +1,370 @@
+"""The schedulers that vLLM loads to record steps, on a stand-in of its own schedulers.
+
+`tests/peers/test_vllm_step_times.py` runs them in the real package.
+"""
+
+import ast
+import sys
+from collections import deque
+from importlib import import_module
+from io import FileIO
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import kvcore.serving.calibration as calibration_module
+from kvcore.serving.calibration import fit_latency, read_steps
+from kvcore_plugins.latency import Linear
+
+SOURCE = Path(calibration_module.__file__).with_name("vllm_steps.py")
+
+
+class Base:
+    """Stands in for vLLM's scheduler: it plans the steps of a script, and is then idle."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+        self.script = deque()
+        self.closed = False
+
+    def schedule(self):
+        """Return the next plan."""
+        return self.script.popleft()
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        """Pass the output on."""
+        return model_runner_output
+
+    def has_unfinished_requests(self):
+        """Return True while there are plans."""
+        return bool(self.script)
+
+    def shutdown(self):
+        """Note that it was called."""
+        self.closed = True
+
+
+class AsyncBase(Base):
+    """Stands in for the one that plans ahead."""
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Import the module as vLLM would, without vLLM; steps are recorded from the first on."""
+    for name, members in {
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Base},
+        "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncBase},
+    }.items():
+        stub = ModuleType(name)
+        vars(stub).update(members)
+        monkeypatch.setitem(sys.modules, name, stub)
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    name = f"kvcore.serving.{SOURCE.stem}"
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]  # restored to nothing afterwards
+    found = import_module(name)
+    monkeypatch.setattr(found, "WARM_UP", 0)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """Name the file in the environment."""
+    path = tmp_path / "steps.csv"
+    monkeypatch.setenv("KVCORE_STEPS", str(path))
+    return path
+
+
+@pytest.fixture
+def server(steps):
+    """Return a function that starts a scheduler; all are shut down after the test."""
+    started = []
+
+    def start(kind=None, **options):
+        kind = kind or (
+            steps.TimedAsyncScheduler if options.get("lag") else steps.TimedScheduler
+        )
+        started.append(kind(config(**options)))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.shutdown()
+
+
+def config(*, lag=False, pipeline=1, data=1, rank=0, drafts=None, lora=None):
+    """Return the parts of a `VllmConfig` that are looked at."""
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=lag),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=pipeline, data_parallel_size=data, data_parallel_index=rank
+        ),
+        speculative_config=drafts,
+        lora_config=lora,
+    )
+
+
+def step(*, new=(), known=(), resumed=(), **special):
+    """Return a plan of (tokens, tokens before), for known requests also tokens generated."""
+    counts = {f"new {i}": tokens for i, (tokens, _) in enumerate(new)}
+    counts |= {f"known {i}": tokens for i, (tokens, *_) in enumerate(known)}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=f"new {i}", num_computed_tokens=before)
+            for i, (_, before) in enumerate(new)
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[f"known {i}" for i in range(len(known))],
+            num_computed_tokens=[before for _, before, _ in known],
+            num_output_tokens=[generated for *_, generated in known],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        **special,
+    )
+
+
+def decode(context):
+    """Return a plan with one sequence that generates."""
+    return step(known=[(1, context - 1, 1)])
+
+
+def serve(scheduler, plans, ends, *, ahead=0):
+    """Plan steps, `ahead` of the one that runs, and end them; return their outputs."""
+    scheduler.script.extend(plans)
+    running, times = deque(), iter(ends)
+    scheduler.clock = lambda: next(times)
+    outputs = []
+    while scheduler.script or running:
+        while scheduler.script and len(running) <= ahead:
+            running.append(scheduler.schedule())
+        outputs.append(scheduler.update_from_output(running.popleft(), len(outputs)))
+    return outputs
+
+
+def rows(path):
+    """Return (prefill, decode, context, pairs, milliseconds) of each row."""
+    lines = path.read_text().splitlines()
+    if len(lines) == 1:
+        return []
+    return [(*each.counts, each.pairs, each.time // 10**9) for each in read_steps(path)]
+
+
+def test_the_module_needs_only_vllm_and_the_standard_library():
+    """A copy of the file works in an environment without kvcore."""
+    nodes = ast.walk(ast.parse(SOURCE.read_text("utf-8")))
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    nodes = ast.walk(ast.parse(SOURCE.read_text("utf-8")))
+    names |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"vllm"}
+
+
+def test_a_row_is_the_work_of_a_step_and_the_time_since_the_one_before(server, path):
+    """Prompt tokens with their pairs, sequences that generate with their contexts."""
+    scheduler = server()
+    mixed = step(new=[(3, 16)], known=[(1, 9, 4), (1, 99, 1), (5, 20, 0)])
+    assert serve(scheduler, [decode(5), mixed, decode(6)], [1, 1.004, 1.010]) == [0, 1, 2]
+    scheduler.shutdown()
+    pairs = (17 + 18 + 19) + (21 + 22 + 23 + 24 + 25)
+    assert rows(path) == [(8, 2, 10 + 100, pairs, 4), (0, 1, 6, 0, 6)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "prefill", "decoding"),
+    [
+        ({"known": [(1, 30, 0)]}, 1, 0),
+        ({"known": [(1, 30, 1)]}, 0, 1),
+        ({"known": [(7, 0, 3)]}, 7, 0),
+        ({"known": [(1, 30, 3)], "resumed": ["known 0"]}, 1, 0),
+    ],
+    ids=["last token of a prompt", "generates", "again after a preemption", "one token again"],
+)
+def test_one_token_of_a_request_that_has_generated_decodes(
+    server, path, plan, prefill, decoding
+):
+    """All other tokens are prompt tokens."""
+    scheduler = server()
+    serve(scheduler, [decode(5), step(**plan)], [1, 2])
+    assert rows(path)[0][:2] == (prefill, decoding)
+
+
+def test_the_first_step_after_idle_time_is_left_out(server, path):
+    """Nobody waited for the step before: the time since it is not the step's."""
+    scheduler = server()
+    serve(scheduler, [decode(5), decode(6)], [1, 2])
+    serve(scheduler, [decode(7), decode(8)], [60, 63])
+    assert [(row[2], row[-1]) for row in rows(path)] == [(6, 1000), (8, 3000)]
+
+
+def test_ahead_a_step_counts_if_it_was_planned_before_the_one_before_ended(server, path):
+    """Its device went from one to the other; requests that are left do not prove that."""
+    scheduler = server(lag=True)
+    serve(scheduler, [decode(5), decode(6), decode(7)], [1, 2, 4], ahead=1)
+    serve(scheduler, [decode(8), decode(9)], [5, 6], ahead=0)
+    assert [(row[2], row[-1]) for row in rows(path)] == [(6, 1000), (7, 2000)]
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_a_step_after_an_empty_one_is_left_out(server, path, lag):
+    """A step without tokens is a wait for something else."""
+    plans = [decode(5), step(), decode(6), decode(7)]
+    serve(server(lag=lag), plans, [1, 2, 3, 4], ahead=int(lag))
+    assert [row[2] for row in rows(path)] == [7]
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"scheduled_spec_decode_tokens": {"known 0": [1]}},
+        {"scheduled_encoder_inputs": {"known 0": [0]}},
+        {"has_structured_output_requests": True},
+        {"has_sync_kv_loads": True},
+        {"kv_cache_block_copies": [object()]},
+    ],
+    ids=lambda special: next(iter(special)),
+)
+def test_steps_that_do_more_are_left_out_and_the_next_are_not(server, path, special):
+    """Drafts, encoders, grammars, loads: their time is not that of prefill and decode."""
+    odd = step(known=[(1, 5, 1)], **special)
+    serve(server(), [decode(5), odd, decode(7)], [1, 2, 3])
+    assert [row[2] for row in rows(path)] == [7]
+
+
+def test_the_first_steps_of_a_server_are_left_out(server, steps, path, monkeypatch):
+    """Kernels are compiled in them; empty steps do not count."""
+    monkeypatch.setattr(steps, "WARM_UP", 3)
+    plans = [step(), *map(decode, range(1, 6))]
+    serve(server(), plans, range(6))
+    assert [row[2] for row in rows(path)] == [4, 5]
+
+
+def test_rows_are_written_many_at_a_time_while_the_server_is_busy(
+    server, steps, path, monkeypatch
+):
+    """A write costs the server more than a row; what waits is written when it shuts down."""
+    monkeypatch.setattr(steps, "ROWS_AT_ONCE", 3)
+    scheduler = server()
+    scheduler.has_unfinished_requests = lambda: True
+    seen = []
+    for now in range(1, 7):
+        serve(scheduler, [decode(9)], [now])
+        seen.append(len(rows(path)))
+    assert seen == [0, 0, 0, 3, 3, 3]
+    scheduler.shutdown()
+    assert (len(rows(path)), scheduler.closed) == (5, True)
+
+
+def test_recording_ends_after_so_many_rows(server, steps, path, monkeypatch):
+    """A variable that is left in the environment does not fill a disk."""
+    monkeypatch.setattr(steps, "MOST_ROWS", 4)
+    serve(server(), map(decode, range(1, 9)), range(8))
+    assert len(rows(path)) == 4
+
+
+class FullDisk(FileIO):
+    """A file on a disk that takes two rows and a half."""
+
+    left = 50
+
+    def write(self, data):
+        """Write as much as there is room for."""
+        if not self.left:
+            msg = "no space left on device"
+            raise OSError(msg)
+        written = super().write(data[: self.left])
+        self.left -= written
+        return written
+
+
+def test_a_full_disk_ends_recording_with_whole_rows_and_one_warning(
+    server, steps, path, monkeypatch, caplog
+):
+    """The server goes on; no half of a row is left, which would be a wrong time."""
+    monkeypatch.setattr(steps, "ROWS_AT_ONCE", 1)
+    scheduler = server()
+    scheduler._recorder._file.close()
+    scheduler._recorder._file = FullDisk(path, "ab")
+    assert serve(scheduler, map(decode, range(1, 9)), range(8)) == [*range(8)]
+    scheduler.shutdown()
+    assert [row[2] for row in rows(path)] == [2, 3]
+    (warning,) = caplog.records
+    assert "recording has ended" in warning.message
+    assert scheduler.closed
+
+
+def test_a_plan_of_another_layout_ends_recording_and_not_the_server(server, path, caplog):
+    """Plans are vLLM's own business and may change with any version."""
+    scheduler = server()
+    other = SimpleNamespace(total_num_scheduled_tokens=1)
+    assert serve(scheduler, [decode(1), decode(2), other, decode(3)], range(4)) == [*range(4)]
+    assert [row[2] for row in rows(path)] == []
+    (warning,) = caplog.records
+    assert "AttributeError" in warning.message
+
+
+def test_a_file_that_exists_is_left_alone(server, path, caplog):
+    """What was measured before is not overwritten, and the server runs."""
+    path.write_text("mine")
+    assert serve(server(), [decode(1), decode(2)], [1, 2]) == [0, 1]
+    assert path.read_text() == "mine"
+    assert "File exists" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lag": True}, "TimedAsyncScheduler"),
+        ({"pipeline": 2}, "pipeline"),
+        ({"data": 2}, "data-parallel"),
+        ({"drafts": object()}, "drafts"),
+        ({"lora": object()}, "LoRA"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_a_server_without_plain_steps_records_nothing_and_says_why(
+    server, steps, path, caplog, options, why
+):
+    """One warning, no file, and the server runs."""
+    scheduler = server(steps.TimedScheduler, **options)
+    assert serve(scheduler, [decode(1), decode(2)], [1, 2]) == [0, 1]
+    scheduler.shutdown()
+    assert not path.exists()
+    (warning,) = caplog.records
+    assert why in warning.message
+
+
+def test_without_the_variable_nothing_is_recorded(server, monkeypatch, caplog):
+    """The scheduler is vLLM's, and says what to set."""
+    monkeypatch.delenv("KVCORE_STEPS", raising=False)
+    serve(server(), [decode(1), decode(2)], [1, 2])
+    assert "KVCORE_STEPS" in caplog.text
+
+
+def test_each_rank_of_a_dense_model_has_a_file(server, path):
+    """Ranks that do not wait for each other are servers of their own, in one environment."""
+    for rank in (0, 1):
+        scheduler = server(rank=rank)
+        serve(scheduler, [decode(1), decode(2 + rank)], [1, 2])
+    assert rows(path)[0][2] == 2
+    assert rows(path.with_name("steps-1.csv"))[0][2] == 3
+
+
+def test_what_is_recorded_calibrates(server, steps, path):
+    """The constants of the steps are found again."""
+    plans = [
+        step(new=[(tokens, 0)] * bool(tokens), known=[(1, context - 1, 1)] * seqs)
+        for tokens in (0, 512, 2048)
+        for seqs, context in ((1, 2000), (64, 250), (64, 3000), (256, 400))
+    ]
+    works = [steps.work_of(plan) for plan in plans]
+    ends = [0.0]
+    for prefill, seqs, context, _ in works:
+        ends.append(ends[-1] + 0.003 + prefill * 1e-5 + seqs * 2e-5 + context * 1e-8)
+    serve(server(), [decode(1), *plans], ends)
+    assert [list(row[:4]) for row in rows(path)] == [[*work] for work in works]
+    found = fit_latency(path, Linear())
+    expected = {"step": 0.003, "prefill": 1e-5, "decode": 2e-5, "context": 1e-8}
+    assert found.fitted == pytest.approx(expected, rel=1e-4)

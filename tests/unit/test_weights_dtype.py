@@ -1,0 +1,65 @@
+"""The number format of the weights: what it changes, and where it is said."""
+
+import pytest
+from helpers.commands import run_here
+
+import kvcore
+from kvcore.config import RunConfig, RunParts
+from kvcore.errors import InputError
+from kvcore.models.catalogue import find_model
+
+BENCH = "bench:requests=4,concurrency=2,input_tokens=64,output_tokens=8"
+SERVED = {"model": "llama-3-70b", "device": "h100", "tensor_parallel": 4}
+
+
+def test_smaller_weights_leave_more_blocks():
+    """Of the memory, what 70 billion bytes less of weights leave is more pool."""
+    pools = [
+        RunParts(RunConfig.of(workload=BENCH, weights_dtype=dtype, **SERVED))
+        for dtype in (None, "fp8")
+    ]
+    block = pools[0].deployment.bytes_per_block
+    freed = (pools[1].blocks - pools[0].blocks) * block
+    assert freed == pytest.approx(70_553_706_496, abs=2 * block)
+
+
+def test_a_model_by_its_numbers_gets_the_format_too():
+    """A ModelSpec with the option is the catalogue's model with the option."""
+    by_name, by_numbers = (
+        RunParts(
+            RunConfig.of(workload=BENCH, weights_dtype="int4", **SERVED | {"model": model})
+        )
+        for model in ("llama-3-70b", find_model("llama-3-70b"))
+    )
+    assert by_name.model == by_numbers.model
+    assert by_name.model.dtype == "int4"
+
+
+def test_fewer_bytes_are_read_in_less_time():
+    """Decoding, which reads the weights in every step, gets faster."""
+    slow, fast = (
+        kvcore.simulate(BENCH, weights_dtype=dtype, **SERVED) for dtype in ("bf16", "fp8")
+    )
+    assert fast.tpot.mean < 0.8 * slow.tpot.mean
+
+
+def test_reports_say_the_format_that_was_given(tmp_path):
+    """The setup of a run and of its trace name it; without the option nothing does."""
+    options = ["--model", "llama-3-70b", "--trace", tmp_path / "run.jsonl"]
+    told = run_here("simulate", BENCH, *options, "--weights-dtype", "fp8").stdout
+    assert "weights in fp8" in " ".join(told.split())
+    told = run_here("replay", tmp_path / "run.jsonl", "--eviction", "fifo").stdout
+    assert "weights in fp8" in " ".join(told.split())
+    assert "weights" not in run_here("simulate", BENCH).stdout
+
+
+def test_a_run_on_tensors_refuses_it():
+    """Its weights are the generator's."""
+    with pytest.raises(InputError, match="weights_dtype: a run on tensors"):
+        kvcore.run(prompts=["a b c"], weights_dtype="fp8")
+
+
+def test_an_unknown_format_is_refused():
+    """The error lists those that there are."""
+    with pytest.raises(InputError, match="weights_dtype: 'fp3' is not one of 'fp32'"):
+        RunConfig.of(weights_dtype="fp3")
