@@ -164,8 +164,8 @@ class Roofline(LatencyModel):
 
         reductions = REDUCTIONS * (devices > 1)
         link, hops = (device.link, 1) if device.link else (device.host_link, devices - 1)
-        # Through the host, all rings but that of two devices share one path.
-        shared = 1 if device.link or devices == 2 else devices
+        # Through the host, all but two devices share one path.
+        shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
         self._floor = _fine(model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER))
@@ -188,17 +188,19 @@ class Roofline(LatencyModel):
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the seconds of overhead, computing and reading at full rates, for a fit."""
-        ideal = attrs.evolve(self, compute=1.0, bandwidth=1.0, overhead=0.0, layer_overhead=0.0)
         found = []
         for work in works:
             tokens = work.prefill + work.decode
-            pairs = sum(map(mul, ideal._pairs, work.attended_pairs))
-            moved = ideal._moved * tokens + (sum(map(mul, ideal._read, work.context)) << SHIFT)
-            products, read = ideal._product * tokens, ideal._weights(tokens)
+            pairs = sum(map(mul, self._pairs, work.attended_pairs))
+            read = sum(map(mul, self._read, work.context)) << SHIFT
+            attention = _seconds(pairs) * self.compute
+            moved = _seconds(self._moved * tokens + read) * self.bandwidth
+            products = _seconds(self._product * tokens) * self.compute
+            weights = _seconds(self._weights(tokens)) * self.bandwidth
             found.append(
                 [
-                    [self._layers, _seconds(pairs + products), _seconds(moved)],
-                    [self._layers, _seconds(pairs), _seconds(moved + read)],
+                    [self._layers, attention + products, moved],
+                    [self._layers, attention, moved + weights],
                 ]
             )
         return found
