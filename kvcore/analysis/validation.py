@@ -22,7 +22,7 @@ from kvcore.progress import Progress, silent
 from kvcore.serving import Result, simulate
 from kvcore.units import check_whole
 
-ROUNDS, SPREAD = 4, 0.2
+ROUNDS, SPREAD = 10, 0.2
 """Requests of each client of a closed loop, and the share by which lengths vary."""
 
 REQUESTS = 1_000

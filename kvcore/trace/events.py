@@ -322,7 +322,7 @@ class Commit(Event, tag="COMMIT"):
     how: Annotated[
         Literal["new", "grown", "same", "shared"], _one_of("new", "grown", "same", "shared")
     ]
-    generated: Literal[True] | UnsetType = UNSET
+    generated: Again | UnsetType = UNSET
 
 
 class Evict(Event, tag="EVICT"):

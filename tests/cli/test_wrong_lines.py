@@ -30,13 +30,13 @@ help demo cash | 'cash'
 demo cash | 'cash'
 simulate --evictoin lru | '--evictoin' (did you mean '--eviction'?)
 simulate --limt 3 | '--limt' (did you mean '--limit'?)
-simulate --csv x.csv | `kvcore compare` has it
+simulate --csv x.csv | `kvcore compare`, `kvcore validate` have it
 simulate --jobs 2 | '--jobs'
 compare --scheduler srpt | '--scheduler'
 compare --tensor-parallel 2 | '--tensor-parallel'
 curve --memory 1GiB | '--memory'
 curve --trace t.jsonl | '--trace'
-run --csv x | `kvcore compare` has it
+run --csv x | `kvcore compare`, `kvcore validate` have it
 size llama-3-8b --model x | '--model'
 replay good.jsonl --tokens 3 | '--tokens'
 record --zmq tcp://h:1 -o x.jsonl --limit 3 | '--limit'

@@ -210,7 +210,14 @@ CALLS = {
     "miss": {"request": 1, "seq": 1, "block": 2, "why": "no keys", "again": True},
     "split": {"span": 1, "upper": 2, "at": 3},
     "alloc": {"seq": 1, "first": 2, "runs": array("i", [3])},
-    "commit": {"seq": 1, "span": 2, "first": 3, "blocks": 4, "how": "grown"},
+    "commit": {
+        "seq": 1,
+        "span": 2,
+        "first": 3,
+        "blocks": 4,
+        "how": "grown",
+        "generated": True,
+    },
     "evict": {
         "span": 1,
         "runs": array("i", [5, 4]),

@@ -35,6 +35,7 @@ def test_hook_names_every_built_in():
     plugins = Plugins(extra=[hooks], entry_points=[])
     formats = [
         "azure",
+        "bench",
         "chat",
         "jsonl",
         "kv-events",

@@ -32,7 +32,16 @@ UNTIMED = (
 
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
-    *("block_size", "blocks", "memory", "tier", "prefix", "retention", "latency"),
+    *(
+        "weights_dtype",
+        "block_size",
+        "blocks",
+        "memory",
+        "tier",
+        "prefix",
+        "retention",
+        "latency",
+    ),
     *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", *RULES),
     *("rate_scale", "like"),
     *("slo", "seed"),
