@@ -175,7 +175,7 @@ class RunConfig:
             token a sequence.
         tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
             nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
-        like: the engine whose rules are the defaults, `vllm` or `sglang`; None: those of kvcore. It
+        like: the engine whose rules are the defaults, `vllm` or `sglang`; None: kvcore's. It
             counts where a configuration is made by `of`, as all of kvcore does.
         max_tokens, max_seqs, steps, chunked, watermark, unchunked, max_chunk, reserve,
             commit, generated, admit_after_preemption, ties, lag, max_model_len,

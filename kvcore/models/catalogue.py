@@ -206,44 +206,62 @@ MODELS: Mapping[str, ModelSpec] = _by_name([
 
 
 def _device(
-    name: str, memory: int, bandwidth: int, tflops: float, host_link: int
+    name: str,
+    memory: int,
+    bandwidth: int,
+    tflops: float,
+    host_link: int,
+    link: int = 0,
+    *,
+    fp8: bool = False,
 ) -> DeviceSpec:
-    """Return a row of GB, GB/s, dense fp16 TFLOP/s and GB/s one way."""
+    """Return a row of GB, GB/s, dense fp16 TFLOP/s and, one way, GB/s to host and peers.
+
+    Whatever has `fp8` has twice the FLOP/s in it.
+    """
     giga = 10**9
+    flops = round(tflops * 1000) * giga
     return DeviceSpec(
         name=name,
         hbm_bytes=memory * giga,
         bandwidth=bandwidth * giga,
-        flops=round(tflops * 1000) * giga,
+        flops=flops,
         host_link=host_link * giga,
+        link=link * giga,
+        fp8_flops=2 * flops if fp8 else 0,
     )
 
 
 _PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C = 16, 32, 64, 450
 
+# Half of what data sheets name, which is both ways together: of 6, 12 and 18 links of 25 GB/s,
+# of 18 of 50, and of 7 of 64. Bridges that are sold apart (A30, A40, H100 PCIe, RTX 3090) and
+# join two GPUs are not counted.
+_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY = 150, 300, 450, 900, 448
+
 
 DEVICES: Mapping[str, DeviceSpec] = _by_name(
     [
-        _device("v100-16g", 16, 900, 125, _PCIE3),
-        _device("v100-32g", 32, 900, 125, _PCIE3),
+        _device("v100-16g", 16, 900, 125, _PCIE3, _NVLINK2),
+        _device("v100-32g", 32, 900, 125, _PCIE3, _NVLINK2),
         _device("a10", 24, 600, 125, _PCIE4),
         _device("a10g", 24, 600, 70, _PCIE4),
         _device("a30", 24, 933, 165, _PCIE4),
         _device("a40", 48, 696, 149.7, _PCIE4),
-        _device("a100-40g", 40, 1555, 312, _PCIE4),
-        _device("a100-80g", 80, 2039, 312, _PCIE4),
+        _device("a100-40g", 40, 1555, 312, _PCIE4, _NVLINK3),
+        _device("a100-80g", 80, 2039, 312, _PCIE4, _NVLINK3),
         _device("rtx-3090", 24, 936, 71, _PCIE4),
-        _device("rtx-4090", 24, 1008, 165.2, _PCIE4),
-        _device("rtx-5090", 32, 1792, 209.5, _PCIE5),
-        _device("l4", 24, 300, 121, _PCIE4),
-        _device("l40s", 48, 864, 362, _PCIE4),
-        _device("h100", 80, 3350, 989.5, _PCIE5),
-        _device("h100-pcie", 80, 2000, 756.5, _PCIE5),
-        _device("h100-nvl", 94, 3900, 835.5, _PCIE5),
-        _device("gh200", 96, 4000, 989.5, _NVLINK_C2C),
-        _device("h200", 141, 4800, 989.5, _PCIE5),
-        _device("b200", 180, 8000, 2250, _PCIE5),
-        _device("mi300x", 192, 5300, 1307.4, _PCIE5),
-        _device("mi325x", 256, 6000, 1307.4, _PCIE5),
+        _device("rtx-4090", 24, 1008, 165.2, _PCIE4, fp8=True),
+        _device("rtx-5090", 32, 1792, 209.5, _PCIE5, fp8=True),
+        _device("l4", 24, 300, 121, _PCIE4, fp8=True),
+        _device("l40s", 48, 864, 362, _PCIE4, fp8=True),
+        _device("h100", 80, 3350, 989.5, _PCIE5, _NVLINK4, fp8=True),
+        _device("h100-pcie", 80, 2000, 756.5, _PCIE5, fp8=True),
+        _device("h100-nvl", 94, 3900, 835.5, _PCIE5, 300, fp8=True),
+        _device("gh200", 96, 4000, 989.5, _NVLINK_C2C, _NVLINK4, fp8=True),
+        _device("h200", 141, 4800, 989.5, _PCIE5, _NVLINK4, fp8=True),
+        _device("b200", 180, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
+        _device("mi300x", 192, 5300, 1307.4, _PCIE5, _INFINITY, fp8=True),
+        _device("mi325x", 256, 6000, 1307.4, _PCIE5, _INFINITY, fp8=True),
     ]
 )

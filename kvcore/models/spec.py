@@ -55,6 +55,12 @@ def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
         raise InputError(msg)
 
 
+def _not_negative(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if not 0 <= value <= MAX_COUNT:
+        msg = f"{attribute.name} must be 0 to {MAX_COUNT:,}, not {value}"
+        raise InputError(msg)
+
+
 def count_field(most: int = MAX_COUNT, **default: Any) -> Any:
     """Return an attrs field for a number from 1 to `most`."""
     return attrs.field(validator=_in_range, metadata={"most": most}, **default)
@@ -197,9 +203,12 @@ class DeviceSpec:
         bandwidth: bytes/s between memory and the processors.
         flops: dense FLOP/s in fp16 or bf16 on the matrix units.
         host_link: bytes/s between host and device, one way.
+        link: bytes/s between the GPUs of a server, one way, over links of their own (NVLink,
+            Infinity Fabric); 0: they have none, and talk through the host.
+        fp8_flops: dense FLOP/s in fp8; 0: none, weights in fp8 are computed with in fp16.
 
     Raises:
-        InputError: a figure that is not positive.
+        InputError: a figure that is not positive; of the last two, one below 0.
     """
 
     name: str
@@ -207,3 +216,5 @@ class DeviceSpec:
     bandwidth: int = count_field()
     flops: int = count_field()
     host_link: int = count_field()
+    link: int = attrs.field(default=0, validator=_not_negative)
+    fp8_flops: int = attrs.field(default=0, validator=_not_negative)

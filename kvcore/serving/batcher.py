@@ -539,7 +539,8 @@ class Batcher:
         while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
             if not self._whole:
                 self._allocator.serve_first(now)
-            self._recompute(self._shortest(now) if self._by_length else self._last(now), now)
+            loser = self._shortest(now) if self._by_length else self._last(now)
+            self._recompute(loser, now)
 
     def _admit(self, now: int) -> None:
         """Share the tokens of the next step out, in scheduler order."""
@@ -938,7 +939,7 @@ class Batcher:
         return last
 
     def _shortest(self, now: int) -> Job:
-        """Return the decoding job with the fewest generated tokens; the last if none decodes."""
+        """Return the decoding job that has generated least; the last if none decodes."""
 
         def order(job: Job) -> tuple[int, int, int]:
             assert job.seq is not None

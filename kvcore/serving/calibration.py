@@ -40,6 +40,9 @@ class Calibratable(Protocol):
     def terms(self, works: Sequence[StepWork]) -> Sequence[Sequence[Sequence[float]]]:
         """Return the sums of each of `works`: a term for each of the options, in order."""
 
+    def fixed(self, works: Sequence[StepWork]) -> Sequence[float]:
+        """Return the seconds of each of `works` that no option changes."""
+
 
 @attrs.frozen
 class Residual:
@@ -161,16 +164,18 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
     works = [step.work(model.windows) for step in steps]
     terms = np.array(model.terms(works), dtype=float)
     times = np.array([step.time for step in steps]) / PS_PER_S
+    fixed = np.array(model.fixed(works), dtype=float)
     # A share divides: what is fitted is its inverse.
     lowest = np.array([0.0] * len(model.fitted_times) + [1.0] * len(model.fitted_shares))
-    best = _least_squares(terms, times, lowest)
+    best = _least_squares(terms, fixed, times, lowest)
     _check_rank(path, _longest(terms, best), names)
     held_out = np.empty(len(steps))
     order = np.argsort(times, kind="stable")
     for fold in range(FOLDS):
         rest, judged = np.delete(order, np.s_[fold::FOLDS]), order[fold::FOLDS]
-        without = _least_squares(terms[rest], times[rest], lowest)
-        held_out[judged] = (terms[judged] @ without).max(axis=1) / times[judged] - 1
+        without = _least_squares(terms[rest], fixed[rest], times[rest], lowest)
+        fits = (terms[judged] @ without).max(axis=1) + fixed[judged]
+        held_out[judged] = fits / times[judged] - 1
     shares = model.fitted_shares
     fitted = {
         name: float(f"{1 / value:.6g}") if name in shares else round(float(value), 12)
@@ -196,7 +201,7 @@ _ROUNDS = 50
 """Steps rarely change sums more than a few times; two may do so for ever."""
 
 
-def _least_squares(terms: Any, times: Any, lowest: Any) -> Any:
+def _least_squares(terms: Any, fixed: Any, times: Any, lowest: Any) -> Any:
     """Return the values, none below `lowest`, with the least squared relative error."""
     import numpy as np  # noqa: PLC0415
     from scipy.optimize import lsq_linear  # noqa: PLC0415
@@ -214,9 +219,9 @@ def _least_squares(terms: Any, times: Any, lowest: Any) -> Any:
             # Counts of tokens and of sequences are orders apart.
             scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
             bounds = lowest * scale, np.full(len(lowest), np.inf)
-            ones = np.ones(len(times))
-            values = lsq_linear(rows / scale, ones, bounds, method="bvls").x / scale
-            error = np.square((terms @ values).max(axis=1) / times - 1).sum()
+            rest = 1 - fixed / times
+            values = lsq_linear(rows / scale, rest, bounds, method="bvls").x / scale
+            error = np.square(((terms @ values).max(axis=1) + fixed) / times - 1).sum()
             if error < least:
                 best, least = values, error
     return best

@@ -109,7 +109,7 @@ def test_the_report_names_what_was_run(run):
         "llama-3-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
         "concurrency=32, preemptive=true, length=true; eviction lfu:half_life=60.0, unit=s",
         "retention window:tokens=32, sinks=0",
-        "latency roofline:compute=0.5, bandwidth=0.8, overhead=0.002",
+        "latency roofline:compute=0.8, bandwidth=0.85, overhead=0.0, layer_overhead=4.5e-05",
         "max_tokens 8192",
         "slo ttft=30, tpot=0.1; seed 0.",
     ):
@@ -119,25 +119,24 @@ def test_the_report_names_what_was_run(run):
 @pytest.mark.parametrize(
     ("rate", "given", "options"),
     [
-        (50, ["--blocks", 300], {"rate_scale", "blocks"}),
-        (300, [], {"rate_scale", "tensor_parallel"}),
+        (50, {"blocks": 300}, {"rate_scale", "blocks"}),
+        (100, {"tensor_parallel": 1}, {"rate_scale", "tensor_parallel"}),
     ],
 )
 def test_what_holds_does(run, report, rate, given, options):
     """Each option that is found brings a queue that does not grow; the report has the same."""
     crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
-    first = report(crowd, *given)["saturation"]
+    words = [f"--{next(iter(given)).replace('_', '-')}", *given.values()]
+    first = report(crowd, *words)["saturation"]
     assert first["saturated"]
     assert options <= set(first["holds"])
-    told = " ".join(run(crowd, *given).rpartition("\n\n")[2].split())
+    told = " ".join(run(crowd, *words).rpartition("\n\n")[2].split())
     for name, value in first["holds"].items():
         option = f"--{name.replace('_', '-')}", f"{value:g}"
         assert " ".join(option) in told
-        others = [] if name == "blocks" else given
+        others = [] if name in given else words
         assert not report(crowd, *others, *option)["saturation"]["saturated"]
-    assert (
-        find_capacity(crowd, **dict(zip(["blocks"], given[1:], strict=False))) == first["holds"]
-    )
+    assert find_capacity(crowd, **given) == first["holds"]
 
 
 def test_what_holds_is_not_searched_for_unasked(report, run):
@@ -276,7 +275,7 @@ def test_the_trace_says_how_to_make_it_again(run, tmp_path):
     assert (head["mode"], head["executor"], head["seed"]) == ("model", "simulate", 5)
     assert set(head["plugins"]) == {"eviction", "prefix", "scheduler", "latency"}
     assert head["plugins"]["latency"]["options"]["tensor_parallel"] == 4
-    assert head["latency"]["overhead_ps"] == 2 * 10**9
+    assert head["latency"]["overhead_ps"] == 32 * 45 * 10**6
     assert head["batching"]["max_seqs"] == 256
     assert head["slo"] == {"ttft": 30 * 10**9, "tpot": 10**8}
     assert (head["rate_scale"], head["workload"]["name"]) == (2, "zipf")

@@ -18,13 +18,13 @@ GOLDEN = {
     "FIRST_TOKEN": 32,
     "FINISH": 30,
     "FREE": 30,
-    "SPLIT": 12,
+    "SPLIT": 13,
     "HIT": 28,
-    "EVICT": 24,
+    "EVICT": 22,
     "FAIL": 1,
     "RETURN": 1,
 }
-DIGEST = "d2c20971ee820afbf38df7f97f73bba1"
+DIGEST = "ec9f16e3f07d4ed0c3159edcf94d4723"
 
 
 def test_a_small_cluster(tmp_path):

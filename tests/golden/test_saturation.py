@@ -26,8 +26,8 @@ def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace():
 @pytest.mark.parametrize(
     ("deployment", "saturated"),
     [
-        (["--rate-scale", 1.8], False),
-        (["--rate-scale", 1.9], True),
+        (["--rate-scale", 1.5], False),
+        (["--rate-scale", 1.6], True),
         (["--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"], True),
         (["--tensor-parallel", 1], True),
         (["--memory", "10GiB"], True),

@@ -6,12 +6,14 @@ token. A stream keeps several requests open, and closes the oldest for the next 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from hashlib import sha256
 
 import attrs
 
-from kvcore import KVCache
+from kvcore.cache import KVCache
+from kvcore.config.like import LIKENESSES
 from kvcore.plugins import Plugins
 
 
@@ -32,6 +34,10 @@ class Stream:
     opened: int = 1
     generates: bool = False
     limit: int | None = None
+
+    def __str__(self):
+        """Return its sizes, for the name of a test."""
+        return f"{self.blocks}-{self.opened}{'-generates' * self.generates}"
 
     def requests(self):
         """Yield the requests."""
@@ -67,6 +73,12 @@ def digest(hits):
 class Ours:
     """The cache of kvcore, with plugins as named."""
 
+    @classmethod
+    def like(cls, engine, blocks, **options):
+        """Return the cache of a likeness, for keys of 512 tokens, with other `options`."""
+        options = LIKENESSES[engine].options | options
+        return cls(blocks, 512, options["eviction"], options["prefix"])
+
     def __init__(self, blocks, size, eviction, prefix):
         build = Plugins().build
         self.cache = KVCache(
@@ -92,3 +104,66 @@ class Ours:
             self.cache.commit(seq, more)
             self.cache.keep_generated(seq, seq.tokens, 0)
         self.cache.close(seq)
+
+
+CONVERSATION = "mooncake"
+"""The conversation trace that comes with kvcore."""
+
+SYNTHETIC = f"mooncake:path={os.environ.get('KVCORE_MOONCAKE_SYNTHETIC')}"
+"""Mooncake's synthetic trace, where the environment says that it is."""
+
+_KINDS = ((1, False), (16, False), (16, True))
+
+
+def _streams(workload, found):
+    """Return streams with what they hit in SGLang's caches, by pool size."""
+    return {
+        Stream(workload, blocks, opened, generates): result
+        for blocks, results in found.items()
+        for (opened, generates), result in zip(_KINDS, results, strict=True)
+    }
+
+
+STREAMS = {
+    CONVERSATION: _streams(
+        CONVERSATION,
+        {
+            2048: [
+                (16011, "056928674c71db63"),
+                (15999, "94e1ceb17c04e379"),
+                (15824, "a6548ea8308d2a50"),
+            ],
+            8192: [
+                (53524, "a079b434017255ac"),
+                (53524, "a079b434017255ac"),
+                (52024, "b5d21a5b4dbb6d95"),
+            ],
+            32768: [
+                (97357, "c8224a931a6258e9"),
+                (97357, "c8224a931a6258e9"),
+                (96404, "e47a2f7dd11e35c7"),
+            ],
+        },
+    ),
+    SYNTHETIC: _streams(
+        SYNTHETIC,
+        {
+            2048: [
+                (18308, "95b8e8d305558d53"),
+                (18225, "d15006da8bcb3969"),
+                (18225, "d15006da8bcb3969"),
+            ],
+            8192: [
+                (46758, "b0ca58b9b8a8e1a2"),
+                (46732, "a0bcfc6cf00f9033"),
+                (46457, "308eed76043940c8"),
+            ],
+            32768: [
+                (77121, "a95c64fa7c44527d"),
+                (77121, "a95c64fa7c44527d"),
+                (77046, "66127f07e49f858b"),
+            ],
+        },
+    ),
+}
+"""The sum and the digest of what SGLang 0.5.23 hits, by trace and stream."""

@@ -6,16 +6,21 @@ a GPU or a server, are stood in for by empty ones.
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from array import array
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
+warnings.simplefilter("ignore")  # of packages that are not ours
 
 # Before any of the empty modules: these ask what is installed.
-import torch
-import torch._dynamo
-import torch._inductor.compile_fx
-import transformers  # noqa: F401
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch._inductor.compile_fx  # noqa: E402
+import transformers  # noqa: E402, F401
 
 UNUSED = (
     "IPython",
@@ -56,8 +61,8 @@ def _empty(name):
         name,
         (),
         {
-            "__init__": lambda self, *args, **options: None,
-            "__call__": lambda self, *args, **options: args[0] if args else self,
+            "__init__": lambda *_args, **_options: None,
+            "__call__": lambda self, *args, **_options: args[0] if args else self,
         },
     )
 
@@ -98,9 +103,14 @@ class _Missing(_Unused):
         return ModuleSpec(name, self, is_package=True)
 
 
+# Waiting prefixes are renewed every 32 passes, which asks for the settings of a server.
+os.environ["SGLANG_ENABLE_WAITING_PREFIX_REFRESH"] = "0"
 sys.meta_path.insert(0, _Unused())
 sys.meta_path.append(_Missing())
 
+from sglang.srt.managers.schedule_policy import (  # noqa: E402
+    SchedulePolicy,
+)
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InsertParams,
@@ -215,3 +225,30 @@ class Theirs:
             self.insert(prompt, len(prompt))
         self.slots.left += blocks - len(tokens)
         self.cache.unlock(lock)
+
+
+def waiting(theirs, request):
+    """Return a request as SGLang's scheduler has it in its queue."""
+    return SimpleNamespace(
+        rid=request.id,
+        origin_input_ids=theirs._tokens(request.keys),
+        output_ids=array("q"),
+        extra_key=None,
+        cache_salt=None,
+        kv=None,
+        _compute_max_prefix_len=lambda length: max(length - 1, 0),
+    )
+
+
+def order(theirs, requests):
+    """Return the ids of `requests` in the order in which `lpm` serves them."""
+    policy = SchedulePolicy(
+        "lpm",
+        theirs.cache,
+        enable_hierarchical_cache=False,
+        enable_priority_scheduling=False,
+        schedule_low_priority_values_first=False,
+    )
+    queue = [waiting(theirs, request) for request in requests]
+    policy.calc_priority(queue)
+    return [each.rid for each in queue]

@@ -73,3 +73,17 @@ def test_victims_of_a_failed_call_come_last_among_the_free(order):
     order.evict(ids(2, 0), "failed")
     order.take(ids(1, 3, 4, 5, 2), "r")
     assert order.free == 1
+
+
+def test_a_leaf_that_left_whole_leaves_the_rest_free():
+    """What is not taken of the last victim is free; a victim after enough is a violation."""
+    order = AllocationOrder(6, leaves=True)
+    order.take(ids(0, 1, 2, 3, 4, 5), "r")
+    order.evict(ids(2, 1), "r")
+    order.take(ids(2), "r")
+    assert order.free == 1
+    order.take(ids(1), "r")
+    order.evict(ids(3), "r")
+    order.evict(ids(5, 4), "r")
+    with pytest.raises(ViolationError, match="2 more blocks were evicted than were missing"):
+        order.take(ids(3), "r")

@@ -18,6 +18,7 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import spec_of
 from kvcore_plugins.codec import FP16, INT8, KIVI
 from kvcore_plugins.latency import Roofline
+from kvcore_plugins.latency.roofline import NARROW_KV
 
 LLAMA = find_model("llama-3-8b")
 HEADS = 32 * 8
@@ -159,8 +160,8 @@ def test_the_roofline_reads_what_the_codec_stores():
     model = find_model("llama-3-8b")
     found = Roofline(codec="kivi", block_size=16, tensor_parallel=1, bandwidth=1.0)
     per_token = Fraction(HEADS * HEAD_BYTES["kivi"], 16)
-    (ps,) = found.coefficients()["memory"]["context_ps"]
-    assert ps == round(per_token / find_device("h100").bandwidth * 10**12)
+    (ps,) = found.coefficients()["attention"]["context_ps"]
+    assert ps == round(per_token / find_device("h100").bandwidth / NARROW_KV * 10**12)
     assert found.codec == "kivi"
     assert Roofline(model, codec=KIVI(bits=4)).options()["codec"].bits == 4
 

@@ -30,86 +30,157 @@ DEVICE = DeviceSpec(
 )
 PROMPT = StepWork(prefill=1000, attended_pairs=(500_500,))
 DECODE = StepWork(decode=10, context=(10_000,))
+NVLINK = attrs.evolve(DEVICE, link=10**11)
 
 
-def roofline(model=MODEL, **options):
+def roofline(model=MODEL, device=DEVICE, **options):
     """Return the model on one device that reaches half of everything, and 1 ms a step."""
-    half = {"tensor_parallel": 1, "compute": 0.5, "bandwidth": 0.5, "overhead": 0.001}
-    return Roofline(model, DEVICE, **half | options)
+    half = {"compute": 0.5, "bandwidth": 0.5, "overhead": 0.001, "layer_overhead": 0}
+    return Roofline(model, device, **{"tensor_parallel": 1} | half | options)
+
+
+def parts(**options):
+    """Return the coefficients of a model, by what takes the time."""
+    return roofline(**options).coefficients()
+
+
+# 6 + 20 activations of 2 bytes, by 1,024 and by 10 layers, at 5e11 bytes a second.
+MOVED = 26 * 2 * 1024 * 10 * 2
+KV = 20_480
 
 
 def test_a_prompt_is_bound_by_compute():
-    """1 ms, 1,000 tokens of 40 us (2e9 FLOP at 5e13 a second), 500,500 pairs of 819.2 ps."""
-    assert roofline().duration(PROMPT) == 1_000_000_000 + 40_000_000_000 + 410_009_600
+    """1,000 tokens of 40 us (2e9 FLOP at 5e13 a second), 500,500 pairs at 4/5 of that."""
+    others = 512_512_000 + 1000 * (MOVED + KV)
+    assert roofline().duration(PROMPT) == 1_000_000_000 + 40_000_000_000 + others
 
 
 def test_decoding_is_bound_by_memory():
     """1 ms, 4 ms to read the weights (at 5e11 bytes/s), 20,480 ps for each K/V."""
-    expected = 1_000_000_000 + 4_000_000_000 + 10_000 * 20_480 + 10 * 20_480
+    expected = 1_000_000_000 + 4_000_000_000 + 10_000 * KV + 10 * (MOVED + KV)
     assert roofline().duration(DECODE) == expected
 
 
-def test_the_two_lines():
-    """Computing comes first, then reading; slopes are in whole picoseconds."""
-    compute, memory = roofline().pieces(DECODE)
-    assert compute == (1_000_000_000 + 10 * 40_000_000, 819)
-    assert memory == (5_000_000_000 + 10 * 20_480, 20_480)
+def test_a_step_is_one_line():
+    """Attention comes after the products, whichever of their bounds is the higher."""
+    ((time, slope),) = roofline().pieces(DECODE)
+    assert (time, slope) == (5_000_000_000 + 10 * (MOVED + KV), KV)
 
 
-def test_the_defaults():
-    """Llama 3 8B on four H100, half of the FLOP/s, 80 % of the bandwidth, 2 ms a step."""
-    flops, bandwidth = 4 * 989.5e12 * 0.5, 4 * 3.35e12 * 0.8
-    token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / flops
-    prompt = StepWork(prefill=8192, attended_pairs=(8192 * 8193 // 2,))
-    seconds = 0.002 + 8192 * token + prompt.attended_pairs[0] * pair
-    assert Roofline().duration(prompt) / 1e12 == pytest.approx(seconds, rel=1e-9)
-    decode = StepWork(decode=64, context=(64 * 4096,))
-    seconds = 0.002 + (2 * 8_030_261_248 + 131_072 * (64 * 4096 + 64)) / bandwidth
-    assert Roofline().duration(decode) / 1e12 == pytest.approx(seconds, rel=1e-4)
+def test_products_take_what_computing_or_reading_takes():
+    """Up to 100 tokens weights are read for 4 ms; each token more takes 40 us."""
+    times = [roofline().duration(StepWork(decode=n)) for n in (99, 100, 101)]
+    assert times[1] - times[0] == MOVED + KV
+    assert times[2] - times[1] == 40_000_000 + MOVED + KV
+
+
+def test_each_layer_takes_its_overhead():
+    """Ten layers of 10 us."""
+    more = roofline(layer_overhead=1e-5).duration(DECODE) - roofline().duration(DECODE)
+    assert more == 100_000_000
 
 
 def test_devices_share_the_work():
-    """Two devices take half of what one takes, but for the overhead."""
-    for batch in (PROMPT, DECODE):
-        one, two = (roofline(tensor_parallel=n, overhead=0).duration(batch) for n in (1, 2))
-        assert two == one // 2
+    """Two devices take half of what one takes, but for norms and all-reduces."""
+    one, two = (parts(tensor_parallel=n) for n in (1, 2))
+    for kernel in ("products", "attention"):
+        for name, value in one[kernel].items():
+            halves = [x / 2 for x in value] if isinstance(value, list) else value / 2
+            assert two[kernel][name] == halves
+    assert two["activations"]["token_ps"] == (MOVED * 16 / 26) + KV / 2
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "token", "step"),
+    [
+        (NVLINK, 1, 0, 0),
+        (NVLINK, 2, 40_960 / 6e10, 2 * 10 * 3e-6),
+        (NVLINK, 8, 40_960 * 7 / 4 / 6e10, 2 * 10 * 3e-6),
+        (DEVICE, 2, 40_960 / 6e9, 2 * 10 * 3e-6),
+        (DEVICE, 4, 40_960 * 3 / 2 / 6e9 * 4, 2 * 10 * 3 * 3e-6),
+    ],
+)
+def test_all_reduces_take_their_time(device, devices, token, step):
+    """Two a layer, at 3/5 of the link; more than two devices share the way by the host."""
+    found = parts(device=device, tensor_parallel=devices)
+    assert found["all_reduces"]["token_ps"] == pytest.approx(token * 1e12, rel=1e-9)
+    assert found["fixed_ps"] == pytest.approx(step * 1e12, rel=1e-9)
+
+
+def test_weights_in_fp8():
+    """Half the bytes; 9/10 of the device's FLOP/s in fp8; and what quantising takes."""
+    device = attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
+    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("fp8")))
+    assert narrow["products"]["weights_ps"] == wide["products"]["weights_ps"] / 2
+    expected = wide["products"]["token_ps"] / 2 * 10 / 9
+    assert narrow["products"]["token_ps"] == pytest.approx(expected, rel=1e-9)
+    more = narrow["activations"]["token_ps"] - wide["activations"]["token_ps"]
+    assert more == pytest.approx(MOVED * 4 / 26)
+    assert narrow["fixed_ps"] == pytest.approx(10 * 14e6)
+
+
+def test_weights_in_fp8_are_widened_where_a_device_does_not_compute_in_it():
+    """Their products take what those in 16 bits take; reading them takes half."""
+    wide, narrow = (parts(model=m)["products"] for m in (MODEL, MODEL.with_weights("fp8")))
+    assert narrow == {**wide, "weights_ps": wide["weights_ps"] / 2}
+
+
+def test_the_defaults():
+    """Llama 3 8B on four H100: each kernel by hand, from the data sheet and the shares."""
+    flops, bandwidth = 4 * 989.5e12 * 0.8, 3.35e12 * 0.85
+    token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / (0.8 * flops)
+    hidden = 2 * 4096 * 32
+    each = 11 * hidden / bandwidth + 131_072 / (4 * bandwidth)
+    each += 2 * 1.5 * hidden / (0.6 * 450e9)
+    fixed = 32 * (45e-6 + 2 * 3e-6)
+    prompt = StepWork(prefill=8192, attended_pairs=(8192 * 8193 // 2,))
+    seconds = fixed + 8192 * (token + each) + prompt.attended_pairs[0] * pair
+    assert Roofline().duration(prompt) / 1e12 == pytest.approx(seconds, rel=1e-9)
+    decode = StepWork(decode=64, context=(64 * 4096,))
+    read = (2 * 8_030_261_248 + 131_072 * 64 * 4096) / (4 * bandwidth)
+    assert Roofline().duration(decode) / 1e12 == pytest.approx(
+        fixed + 64 * each + read, rel=1e-4
+    )
 
 
 def test_kv_heads_are_shared_by_as_many_devices_as_there_are_heads():
     """With 2 K/V heads, 4 devices read K/V no faster than 2, and weights twice as fast."""
-    two, four = (roofline(tensor_parallel=n).coefficients()["memory"] for n in (2, 4))
-    assert four["context_ps"] == two["context_ps"] == [10_240]
-    assert four["weights_ps"] == two["weights_ps"] / 2 == 10**9
+    two, four = (parts(tensor_parallel=n) for n in (2, 4))
+    assert four["attention"]["context_ps"] == two["attention"]["context_ps"] == [10_240]
+    assert four["products"]["weights_ps"] == two["products"]["weights_ps"] / 2 == 10**9
 
 
 def test_the_device_with_most_heads_decides():
     """Of 8 K/V heads on 6 devices, some have 2: as slow as on 4."""
     model = attrs.evolve(MODEL, kv_heads=8)
-    four, six = (roofline(model, tensor_parallel=n).coefficients() for n in (4, 6))
-    assert four["memory"]["context_ps"] == six["memory"]["context_ps"]
+    four, six = (parts(model=model, tensor_parallel=n)["attention"] for n in (4, 6))
+    assert four["context_ps"] == six["context_ps"]
 
 
 def test_a_latent_is_not_shared():
     """Under MLA every device reads all of it."""
     model = attrs.evolve(MODEL, latent=512)
-    one, eight = (roofline(model, tensor_parallel=n).coefficients() for n in (1, 8))
-    assert one["memory"]["context_ps"] == eight["memory"]["context_ps"] == [20_480]
+    one, eight = (parts(model=model, tensor_parallel=n)["attention"] for n in (1, 8))
+    assert one["context_ps"] == eight["context_ps"] == [20_480]
 
 
-def test_quantised_kv_is_read_faster():
-    """A codec of half the bytes halves what is read of K/V, and nothing else."""
-    wide, narrow = (roofline(codec=codec).pieces(DECODE) for codec in ("fp32", "fp16"))
-    assert (wide[0], wide[1][1]) == (narrow[0], 2 * narrow[1][1])
+def test_narrow_kv_is_read_at_a_lower_rate():
+    """Half the bytes of fp16 at 17/20 of the bandwidth; twice the bytes take twice as long."""
+    wide, half, narrow = (
+        roofline(codec=codec).pieces(DECODE)[0][1] for codec in ("fp32", "fp16", "fp8")
+    )
+    assert (wide, half, narrow) == (2 * KV, KV, round(KV / 2 * 20 / 17))
 
 
 def test_experts_are_read_as_they_are_taken():
     """A step reads the weights that its tokens, prompt or not, are expected to take."""
     model = find_model("mixtral-8x7b")
     latency = roofline(model, overhead=0)
-    for tokens in (1, 5, 1000):
-        seconds = model.weight_bytes_read(tokens) / 5e11 + tokens * 131_072 / 5e11
+    each = latency.coefficients()["activations"]["token_ps"] / 1e12
+    for tokens in (1, 5, 100):
+        seconds = model.weight_bytes_read(tokens) / 5e11 + tokens * each
         for batch in (StepWork(decode=tokens), StepWork(prefill=tokens)):
-            _, (reading, _) = latency.pieces(batch)
+            ((reading, _),) = latency.pieces(batch)
             assert reading / 1e12 == pytest.approx(seconds, rel=1e-9)
 
 
@@ -118,11 +189,13 @@ def test_windows_count_for_their_layers():
     model = attrs.evolve(MODEL, windows=(None, 64) * 4 + (64, 64))
     latency = roofline(model, overhead=0)
     assert latency.windows == (None, 64)
-    compute, memory = latency.pieces(
-        StepWork(prefill=1, attended_pairs=(1000, 64), context=(0, 0))
+    nothing, pairs = (
+        latency.pieces(StepWork(prefill=1, attended_pairs=each, context=(0, 0)))[0]
+        for each in ((0, 0), (1000, 64))
     )
-    assert compute == (40_000_000 + (4 * 1000 + 6 * 64) * 8192 // 100, 328, 492)
-    assert memory[1:] == (4 * 2048, 6 * 2048)
+    # 4 x 8 x 128 FLOP a pair and layer, at 4/5 of 5e13 a second.
+    assert pairs[0] - nothing[0] == pytest.approx((4 * 1000 + 6 * 64) * 102.4, abs=1)
+    assert pairs[1:] == (4 * 2048, 6 * 2048)
 
 
 def test_windows_without_a_full_layer():
@@ -132,7 +205,7 @@ def test_windows_without_a_full_layer():
 
 
 def test_small_times_are_not_lost():
-    """A million pairs of a 250th of a picosecond take 4,000 ps."""
+    """A million pairs of a 200th of a picosecond take 5,000 ps."""
     tiny = ModelSpec(
         name="tiny",
         layers=1,
@@ -143,9 +216,11 @@ def test_small_times_are_not_lost():
         parameters=1,
     )
     fast = attrs.evolve(DEVICE, flops=10**15)
-    latency = Roofline(tiny, fast, tensor_parallel=1, compute=1, overhead=0)
-    compute, _ = latency.pieces(StepWork(attended_pairs=(10**6,)))
-    assert compute == (4000, 0)
+    latency = roofline(tiny, fast, compute=1, overhead=0)
+    rest, pairs = (
+        latency.duration(StepWork(attended_pairs=(number,))) for number in (0, 10**6)
+    )
+    assert pairs - rest == 5000
 
 
 def test_names_and_specifications_mean_the_same():
@@ -174,6 +249,7 @@ def test_weights_that_do_not_fit_are_refused():
         ("compute", float("nan"), "roofline: compute=nan must be a share"),
         ("bandwidth", 1.1, "roofline: bandwidth=1.1 must be a share"),
         ("overhead", -1, "roofline: overhead=-1 must be a number of seconds"),
+        ("layer_overhead", -1, "roofline: layer_overhead=-1 must be a number of seconds"),
         ("codec", "fp12", "no codec plugin is named 'fp12' "),
         ("model", "lama-3-8b", "unknown model 'lama-3-8b'; did you mean llama-3-8b"),
         ("device", "h1000", "unknown device 'h1000'; did you mean h100"),

@@ -134,6 +134,21 @@ def test_lpm_looks_at_a_sample():
     assert serve(LPM(sample=2), requests) == "abdc"
 
 
+def test_lpm_beyond_its_sample_may_be_first_come_first_served():
+    """A queue longer than the sample is then served in its order."""
+    requests = [ask("a", keys="pq"), ask("b"), ask("c", keys="pq"), ask("d")]
+    assert serve(LPM(sample=2), requests) == "acbd"
+    assert serve(LPM(sample=2, beyond="fcfs"), requests) == "abcd"
+
+
+def test_lpm_defers_who_shares_with_one_that_waits():
+    """Of two that share as much and hit nothing, the second goes last, and hits it."""
+    requests = [ask("a", keys="pq"), ask("b", keys="pq"), ask("c", keys="rs")]
+    assert serve(LPM(), requests, max_seqs=2) == "abc"
+    assert serve(LPM(defer_shared=8), requests, max_seqs=2) == "acb"
+    assert serve(LPM(defer_shared=12), requests, max_seqs=2) == "abc"
+
+
 def test_lpm_probes_nobody_without_need():
     """Probes cost, so they are made only when somebody can be seated."""
     probed = []

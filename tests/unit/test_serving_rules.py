@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from helpers.jobs import job
 from helpers.schedulers import scheduler_of
 from helpers.serving import Even, ask, serve, servers
 from hypothesis import given
@@ -13,6 +14,7 @@ from kvcore import InputError
 from kvcore.config import RunConfig
 from kvcore.config.like import LIKENESSES
 from kvcore.serving import Batching
+from kvcore.serving.batcher import TokenRatio
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
 
@@ -258,3 +260,39 @@ class TestLike:
         like = kvcore.simulate("mooncake", like="vllm", **given)
         options = kvcore.simulate("mooncake", **given, **LIKENESSES["vllm"].options)
         assert like.summary() | {"wall_s": 0} == options.summary() | {"wall_s": 0}
+
+
+@pytest.mark.parametrize(("ratio", "first"), [(None, 20), (1.0, 120)])
+def test_an_admission_leaves_room_for_what_is_to_be_generated(ratio, first):
+    """Beside a request that is to generate, another waits for it where both would not fit."""
+    requests = [ask("a", 0, 8, 12), ask("b", 5, 8, 12)]
+    rows = serve(requests, blocks=7, watermark=0, new_token_ratio=ratio).rows
+    assert rows["b"]["first_token"] >= first
+
+
+def test_the_ratio_falls_and_is_set_by_a_preemption():
+    """It falls over 600 steps to 0.14 of itself; a preemption adds 20 tokens a job."""
+    ratio = TokenRatio(0.7)
+    assert ratio.at(0) == 0.7
+    assert ratio.at(300) == pytest.approx(0.7 * 0.57)
+    assert ratio.at(6000) == pytest.approx(0.098)
+    left = job(ask("a", 0, 1, 99))
+    ratio.preempted([left], 6000)
+    assert ratio.at(6001) == 20 / 100
+    ratio.restart(7000)
+    assert ratio.at(7000) == 0.7
+
+
+@pytest.mark.parametrize("rule", [{"new_token_ratio": 0}, {"new_token_ratio": 1.5}])
+def test_a_ratio_is_a_share(rule):
+    """A share of nothing, or of more than all, is refused."""
+    with pytest.raises(InputError, match="give a share above 0, at most 1"):
+        Batching(**rule)
+
+
+@pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])
+def test_the_shortest_loses_its_blocks(preempts, loser):
+    """Of two that decode, equally far, the later one loses its blocks, or the longer prompt."""
+    requests = [ask("a", 0, 12, 12), ask("b", 0, 4, 12)]
+    lines = serve(requests, blocks=7, watermark=0, preempts=preempts).lines
+    assert next(each["request"] for each in lines if each["event"] == "PREEMPT") == loser

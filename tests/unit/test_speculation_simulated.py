@@ -116,7 +116,7 @@ def test_costs():
 
     heads = Acceptance(parameters=10**9)
     heads.attach(latency)
-    byte = 2 * 10**9 / (4 * 3.35e12 * 0.8)
+    byte = 2 * 10**9 / (4 * 3.35e12 * 0.85)
     assert heads.duration(work, [4] * 8) == pytest.approx(byte * 1e12, rel=0.01)
     assert heads.duration(prompt, []) == 0
 

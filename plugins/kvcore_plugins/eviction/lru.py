@@ -24,7 +24,7 @@ class LRU(EvictionPolicy):
     later_options = ("renew_split",)
     renew_split = False
 
-    def __init__(self, renew_split: bool = False) -> None:
+    def __init__(self, renew_split: bool = False) -> None:  # noqa: FBT001, FBT002
         """Store the option."""
         self.renew_split = renew_split
 

@@ -48,6 +48,10 @@ class Linear(LatencyModel):
         a = self._step + self._prefill * work.prefill + self._decode * work.decode
         return ((a, self._context),)
 
+    def fixed(self, works: Sequence[StepWork]) -> list[float]:
+        """Return nothing for each of `works`: every term is fitted."""
+        return [0.0] * len(works)
+
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the counts of each of `works`, for a fit of the options."""
         return [[[1, work.prefill, work.decode, work.context[0]]] for work in works]

@@ -1,4 +1,4 @@
-"""Time from a model's and a device's data sheets: the slower of computing and reading."""
+"""Time from a model's and a device's data sheets: kernel by kernel, and all-reduces."""
 
 from __future__ import annotations
 
@@ -24,41 +24,78 @@ from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
 
+ACTIVATIONS = 6, 20
+"""Numbers of activations that a layer writes and reads for each token, by hidden size: those
+that every device keeps whole (norms, residuals), and those that devices share (the inner ones
+of attention and of the feed-forward network)."""
+
+ATTENTION = Fraction(4, 5)
+"""What attention reaches of FLOP/s, as a share of what products with weights do."""
+
+FP8_PRODUCTS = Fraction(9, 10)
+"""What products with weights in fp8 reach of their FLOP/s, as a share of what those in 16 bits
+reach of theirs."""
+
+FP8_ACTIVATIONS = 4
+"""More of the whole `ACTIVATIONS` with weights in fp8: they are quantised."""
+
+FP8_LAYER = Fraction(14, 10**6)
+"""Seconds a layer with weights in fp8 takes besides: kernels that quantise."""
+
+NARROW_KV = Fraction(17, 20)
+"""What reading K/V of less than 16 bits reaches of the bandwidth, as a share of what reading
+wide K/V does."""
+
+LINK = Fraction(3, 5)
+"""Share of the links' bytes/s that an all-reduce reaches."""
+
+HOP = Fraction(3, 10**6)
+"""Seconds that an all-reduce takes at least, by links of the devices' own or by one hop through
+the host."""
+
+REDUCTIONS = 2
+"""All-reduces a layer: after attention, and after the feed-forward network."""
+
 
 @attrs.define(slots=False, eq=False)
 class Roofline(LatencyModel):
-    """Compute or read, whichever takes longer, after a fixed overhead.
+    """Kernels one after the other, each as long as computing or as reading takes.
 
     Of `tensor_parallel` devices, each reaching a share of its data sheet, a step takes
-    `overhead + max(compute, memory)`:
+    `overhead + layers x layer_overhead + products + attention + activations + all-reduces`:
 
-    - compute: 2 FLOP for each active parameter and token, and those of attention for each
-      pair of tokens, over all FLOP/s;
-    - memory: the weights once (of experts, those that so many tokens are expected to take),
-      the K/V that decoding sequences attend to, and the K/V written, over all bandwidth.
+    - products with weights: 2 FLOP for each active parameter and token over all FLOP/s, or
+      reading the weights once (of experts, those that so many tokens are expected to take),
+      whichever takes longer;
+    - attention: the FLOP of the pairs that prompt tokens attend to; the K/V that decoding
+      sequences attend to, and the K/V written, over all bandwidth;
+    - activations: what norms and element-wise kernels write and read for each token;
+    - all-reduces: two a layer over the links of the devices, as a ring.
 
     Layers with a sliding window count with what is in their window. Weights are divided by
     the devices; so are K/V heads, but there may be fewer of these than devices, and a
     latent (MLA) is not divided at all. Left out: the K/V that a prefill chunk reads of the
-    context before it (its pairs take longer to compute), and the time that communication
-    takes by volume (it is in the shares). Coefficients in the context are rounded to whole
-    picoseconds, all others up to 2^-32 ps, and each line down to a picosecond.
+    context before it (its pairs take longer to compute). Coefficients in the context are
+    rounded to whole picoseconds, all others up to 2^-32 ps, and each sum down to a
+    picosecond.
+
+    Shares, the overhead of a layer and the constants of this module are fitted, once for all
+    systems, to the step times of AIConfigurator 0.12 and to measured servers; see
+    `docs/explanation/fidelity.md`.
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`.
         device: likewise; in code also a `DeviceSpec`.
-        tensor_parallel: devices that share the model.
+        tensor_parallel: devices that share the model, all in one server.
         codec: of the K/V; in code also a `Codec`.
         block_size: tokens of a block, among which a codec may divide scales.
-        compute: share of the FLOP/s that is reached. Training reached 0.38 to 0.43 on H100
-            (Dubey et al., "The Llama 3 herd of models", 2024); a forward pass over large
-            prefill chunks does somewhat better.
+        compute: share of the FLOP/s that products of large matrices reach.
         bandwidth: share of the bandwidth that is reached.
-        overhead: seconds a step takes besides: scheduling, launches, and the latency of two
-            all-reduces a layer. From below 1 ms, where an engine prepares a step while the
-            one before runs, to several: in 2024, vLLM v0.5.3 spent 29 % of its time on
-            scheduling and 38 % on the GPU, with Llama 3 8B on an H100 (vLLM blog,
-            2024-09-05).
+        overhead: seconds a step takes besides, whatever the model: where an engine does not
+            prepare a step while the one before runs, several milliseconds.
+        layer_overhead: seconds a layer takes besides: launches, and kernels too small to be
+            bound by anything else.
+        frontend: seconds between the arrival of a request and when it can be planned.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
     transformer inference", MLSys 2023.
@@ -66,7 +103,7 @@ class Roofline(LatencyModel):
 
     name: ClassVar[str] = "roofline"
     renamed_options: ClassVar[dict[str, str]] = {"kv_dtype": "codec"}
-    fitted_times: ClassVar[tuple[str, ...]] = ("overhead",)
+    fitted_times: ClassVar[tuple[str, ...]] = ("layer_overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
     model: str | ModelSpec = attrs.field(default="llama-3-8b")
@@ -74,9 +111,11 @@ class Roofline(LatencyModel):
     tensor_parallel: int = attrs.field(default=4)
     codec: str | Codec = attrs.field(default="fp16")
     block_size: int = attrs.field(default=16)
-    compute: float = attrs.field(default=0.5)
-    bandwidth: float = attrs.field(default=0.8)
-    overhead: float = attrs.field(default=0.002)
+    compute: float = attrs.field(default=0.8)
+    bandwidth: float = attrs.field(default=0.85)
+    overhead: float = attrs.field(default=0.0)
+    layer_overhead: float = attrs.field(default=4.5e-5)
+    frontend: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
         """Turn data sheets into coefficients."""
@@ -87,28 +126,49 @@ class Roofline(LatencyModel):
         layout = KVLayout(model, self.codec, self.block_size)
         if isinstance(self.codec, str):
             self.codec = str(layout.codec)
-        self._overhead = picoseconds(self.overhead, "roofline: overhead")
+        self._layers = model.layers
+        devices = self.tensor_parallel
+        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead") * model.layers
+        fp8 = model.dtype == "fp8"
+        self._overhead = picoseconds(self.overhead, "roofline: overhead") + launches
+        picoseconds(self.frontend, "roofline: frontend")
 
-        flops = device.flops * self.tensor_parallel * Fraction(self.compute)
-        flop_of = dict(pair_flop(model))
-        self._windows = tuple(sorted(flop_of, key=lambda w: (w is not None, w or 0)))
-        self._token = _fine(2 * model.active_parameters / flops)
-        self._pairs = [_fine(flop_of[window] / flops) for window in self._windows]
-        self._computed = tuple(_whole(flop_of[window] / flops) for window in self._windows)
-
+        flops = device.flops * devices * Fraction(self.compute)
+        peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
+        products = peak * devices * Fraction(self.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
-        kv_bandwidth = bandwidth * self.tensor_parallel / kv_copies(model, self.tensor_parallel)
-        layers = Counter(model.windows)
-        self._written = _fine(layout.bytes_per_layer * model.layers / kv_bandwidth)
-        self._read = tuple(
-            _whole(layout.bytes_per_layer * layers[window] / kv_bandwidth)
-            for window in self._windows
-        )
-        byte = (PS_PER_S << SHIFT) / (bandwidth * self.tensor_parallel)
-        over, under = byte.as_integer_ratio()
+        self._product = _fine(2 * model.active_parameters / products)
+        over, under = ((PS_PER_S << SHIFT) / (bandwidth * devices)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
         read = model.weight_bytes_read
         self._weights = lru_cache(4096)(lambda n: -(-read(n) * over // under))
+
+        flop_of = dict(pair_flop(model))
+        self._windows = tuple(sorted(flop_of, key=lambda w: (w is not None, w or 0)))
+        self._pairs = [_fine(flop_of[w] / (flops * ATTENTION)) for w in self._windows]
+        wide = KVLayout(model, "fp16", self.block_size)
+        slower = NARROW_KV if layout.bytes_per_layer < wide.bytes_per_layer else 1
+        kv_bandwidth = bandwidth * slower * devices / kv_copies(model, devices)
+        layers = Counter(model.windows)
+        self._read = tuple(
+            max(
+                _whole(layout.bytes_per_layer * layers[w] / kv_bandwidth),
+                _whole(flop_of[w] / (flops * ATTENTION)),
+            )
+            for w in self._windows
+        )
+        numbers = ACTIVATIONS[0] + FP8_ACTIVATIONS * fp8 + Fraction(ACTIVATIONS[1], devices)
+        hidden = 2 * model.hidden_size * model.layers
+        written = layout.bytes_per_layer * model.layers / kv_bandwidth
+        self._moved = _fine(written + numbers * hidden / bandwidth)
+
+        reductions = REDUCTIONS * (devices > 1)
+        link, hops = (device.link, 1) if device.link else (device.host_link, devices - 1)
+        # Through the host, all but two devices share one path.
+        shared = devices if hops > 1 else 1
+        sent = Fraction(2 * (devices - 1), devices) * hidden * shared
+        self._reduced = _fine(reductions * sent / (link * LINK))
+        self._floor = _fine(model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER))
 
     @property
     def windows(self) -> Windows:
@@ -116,48 +176,62 @@ class Roofline(LatencyModel):
         return self._windows
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
-        """Return the line of computing and the line of reading. Costs O(windows)."""
+        """Return the one line of the step. Costs O(windows)."""
         tokens = work.prefill + work.decode
+        products = max(self._product * tokens, self._weights(tokens))
         if len(self._pairs) == 1:
-            computing = self._token * tokens + self._pairs[0] * work.attended_pairs[0]
+            pairs = self._pairs[0] * work.attended_pairs[0]
         else:
-            computing = self._token * tokens + sum(map(mul, self._pairs, work.attended_pairs))
-        traffic = self._weights(tokens) + self._written * tokens
-        return (
-            (self._overhead + (computing >> SHIFT), *self._computed),
-            (self._overhead + (traffic >> SHIFT), *self._read),
-        )
+            pairs = sum(map(mul, self._pairs, work.attended_pairs))
+        others = pairs + (self._moved + self._reduced) * tokens + self._floor
+        return ((self._overhead + (products + others >> SHIFT), *self._read),)
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
-        """Return the seconds of computing and of reading at full rates, for a fit."""
-        ideal = attrs.evolve(self, compute=1.0, bandwidth=1.0, overhead=0.0)
+        """Return the seconds of overhead, computing and reading at full rates, for a fit."""
         found = []
         for work in works:
-            computing, reading = (
-                (a + sum(map(mul, slopes, work.context))) / PS_PER_S
-                for a, *slopes in ideal.pieces(work)
+            tokens = work.prefill + work.decode
+            pairs = sum(map(mul, self._pairs, work.attended_pairs))
+            read = sum(map(mul, self._read, work.context)) << SHIFT
+            attention = _seconds(pairs) * self.compute
+            moved = _seconds(self._moved * tokens + read) * self.bandwidth
+            products = _seconds(self._product * tokens) * self.compute
+            weights = _seconds(self._weights(tokens)) * self.bandwidth
+            found.append(
+                [
+                    [self._layers, attention + products, moved],
+                    [self._layers, attention, moved + weights],
+                ]
             )
-            found.append([[1.0, computing, 0.0], [1.0, 0.0, reading]])
         return found
 
+    def fixed(self, works: Sequence[StepWork]) -> list[float]:
+        """Return the seconds that no fitted option changes: overhead and all-reduces."""
+        overhead = picoseconds(self.overhead, "overhead") << SHIFT
+        return [
+            _seconds(overhead + self._reduced * (work.prefill + work.decode) + self._floor)
+            for work in works
+        ]
+
     def coefficients(self) -> dict[str, Any]:
-        """Return what a token, a pair and a step take on either line, in picoseconds."""
+        """Return what a token, a pair and a step take in each kernel, in picoseconds."""
         model, device = self._names
         return {
             "model": model,
             "device": device,
             "windows": list(self._windows),
             "overhead_ps": self._overhead,
-            "compute": {
-                "token_ps": self._token / 2**SHIFT,
-                "pair_ps": [pair / 2**SHIFT for pair in self._pairs],
-                "context_ps": list(self._computed),
-            },
-            "memory": {
+            "products": {
+                "token_ps": self._product / 2**SHIFT,
                 "weights_ps": self._weights(1) / 2**SHIFT,
-                "token_ps": self._written / 2**SHIFT,
+            },
+            "attention": {
+                "pair_ps": [pair / 2**SHIFT for pair in self._pairs],
                 "context_ps": list(self._read),
             },
+            "activations": {"token_ps": self._moved / 2**SHIFT},
+            "all_reduces": {"token_ps": self._reduced / 2**SHIFT},
+            "fixed_ps": self._floor / 2**SHIFT,
         }
 
     def for_model(self, model: ModelSpec | None, parameters: int = 0) -> Roofline:
@@ -194,6 +268,10 @@ class Roofline(LatencyModel):
 
 def _fine(seconds: Fraction) -> int:
     return ceil(seconds * (PS_PER_S << SHIFT))
+
+
+def _seconds(fine: int) -> float:
+    return fine / (PS_PER_S << SHIFT)
 
 
 def _whole(seconds: Fraction) -> int:

@@ -1,0 +1,79 @@
+"""The real SGLang beside kvcore under `--like sglang`: hits, and orders of a queue."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from random import Random
+
+import pytest
+from helpers.cache_streams import CONVERSATION, STREAMS, SYNTHETIC, Ours, digest, hits_of
+from helpers.jobs import job
+
+from kvcore import Request
+from kvcore.config.like import LIKENESSES
+from kvcore.plugins import Plugins
+from kvcore.serving import LoopState
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+
+from peers.sglang_package import Theirs, order
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
+
+CORES = ("radix", "python", "rust")
+QUEUES = 60
+TOKENS = 600
+"""Longest prompt of a random queue."""
+
+
+def ask(draw, number, stems):
+    """Return a request that begins as some of `stems` do, a key a token."""
+    stem = stems[draw.randrange(len(stems))]
+    shared = stem[: draw.randint(0, len(stem))]
+    keys = [*shared, *((number, place) for place in range(draw.randint(1, TOKENS // 2)))]
+    return Request(id=number, prompt_tokens=len(keys), output_tokens=1, keys=keys, key_tokens=1)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("stream", STREAMS[CONVERSATION], ids=str)
+def test_the_goldens_are_those_of_the_package(stream, core):
+    """Each of the three caches hits what the tests without SGLang have of it."""
+    assert digest(hits_of(stream, Theirs(stream.blocks, core))) == STREAMS[CONVERSATION][stream]
+
+
+@pytest.mark.skipif("KVCORE_MOONCAKE_SYNTHETIC" not in os.environ, reason="no such trace")
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("stream", STREAMS[SYNTHETIC], ids=str)
+def test_a_trace_held_out_hits_the_same(stream, core):
+    """Requests of the synthetic trace hit what they hit in each of the three caches."""
+    found = digest(hits_of(stream, Theirs(stream.blocks, core)))
+    assert found == STREAMS[SYNTHETIC][stream]
+    assert found == digest(hits_of(stream, Ours.like("sglang", stream.blocks)))
+
+
+class _Server:
+    """What `lpm` asks for: hits in a cache."""
+
+    def __init__(self, cache):
+        self.probe = cache.probe
+
+
+@pytest.mark.parametrize("seed", range(QUEUES))
+def test_a_queue_is_ordered_alike(seed):
+    """Queues of 2 to 200 requests on equal caches have the order of SGLang's `lpm`."""
+    draw = Random(seed)
+    stems = [[("stem", name, place) for place in range(TOKENS)] for name in range(12)]
+    requests = [ask(draw, number, stems) for number in range(draw.choice((30, 128, 129, 200)))]
+    served, queue = requests[: len(requests) // 4], requests[len(requests) // 4 :]
+    options = LIKENESSES["sglang"].options
+    ours = Ours(20_000, 1, options["eviction"], options["prefix"])
+    theirs = Theirs(20_000, "radix")
+    for cache in (ours, theirs):
+        for request in served:
+            cache.close(cache.open(request)[0], generates=False)
+    scheduler = Plugins().build("scheduler", options["scheduler"])
+    jobs = [job(request, serial) for serial, request in enumerate(queue, 1)]
+    plan = scheduler.plan(LoopState(0, jobs, [], 256, 0, _Server(ours.cache)))
+    assert [each.request.id for each in plan.admit] == order(theirs, queue)
