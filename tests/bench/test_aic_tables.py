@@ -21,8 +21,9 @@ from kvcore import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.serving import StepWork
 from kvcore.serving.aic import compile_engine, compose_steps
+from kvcore.serving.calibration import MeasuredStep, fit_latency, write_steps
 from kvcore.serving.step_times import Deployment, shipped_grids
-from kvcore_plugins.latency import Table
+from kvcore_plugins.latency import Linear, Roofline, Table
 
 pytest.importorskip("aiconfigurator_core.sdk.engine", reason="run `tox -e bench-aic`")
 
@@ -90,7 +91,8 @@ def test_tables_are_within_three_per_cent():
     """In the median of the absolute relative errors, over all and of each group."""
     groups = defaultdict(list)
     for deployment in shipped_grids():
-        options = dict(zip(("model", "device", "tensor_parallel", "engine"), deployment))  # noqa: B905
+        names = "model", "device", "tensor_parallel", "engine"
+        options = dict(zip(names, deployment, strict=False))
         table = Table(**options, weights_dtype=deployment.dtype)
         for kind, prefill, decode, context, pairs, took in held_out(deployment, HELD_OUT):
             work = StepWork(prefill, (pairs,), decode, (context,))
@@ -105,6 +107,50 @@ def test_tables_are_within_three_per_cent():
             f"{name:15} {len(sizes):5} {median(errors):+7.1%} {median(sizes):9.1%} {p90:6.1%}"
         )
         assert median(sizes) <= 0.03, name
+
+
+def test_a_table_is_closer_than_fits(tmp_path):
+    """Of dense models in bf16: 120 steps are fitted, 120 others judge all latency models."""
+    path = tmp_path / "steps.csv"
+    errors = defaultdict(list)
+    for name in shipped_grids():
+        if (name.model, name.tensor_parallel) not in {
+            ("llama-3.1-8b", 1),
+            ("qwen3-32b", 2),
+            ("llama-3.1-70b", 4),
+        }:
+            continue
+        if name.dtype != "bf16":
+            continue
+        rows = held_out(name, 80)
+        fitted, judged = rows[:120], rows[120:]
+        with path.open("w") as file:
+            write_steps(
+                file,
+                (
+                    MeasuredStep(0, *counts, round(took * 10**9), pairs)
+                    for _, *counts, pairs, took in fitted
+                ),
+            )
+        deployment = dict(zip(("model", "device", "tensor_parallel"), name, strict=False))
+        roofline = Roofline(**deployment)
+        models = {
+            "roofline": roofline,
+            "roofline, fitted": fit_latency(path, roofline).model,
+            "linear, fitted": fit_latency(path, Linear()).model,
+            "table": Table(engine=name.engine, weights_dtype=name.dtype, **deployment),
+        }
+        for (model, latency), row in product(models.items(), judged):
+            kind, prefill, decode, context, pairs, took = row
+            work = StepWork(prefill, (pairs,), decode, (context,))
+            error = abs(latency.duration(work) / 10**9 / took - 1)
+            for group in ("all", kind, name.engine, name.device):
+                errors[model, group].append(error)
+    for (model, group), sizes in errors.items():
+        p90 = quantiles(sizes, n=10)[-1]
+        print(f"{model:17} {group:9} {len(sizes):5} {median(sizes):6.1%} {p90:6.1%}")  # noqa: T201
+    middle = [median(errors[model, "all"]) for model in models]
+    assert middle[-1] == min(middle)
 
 
 @pytest.mark.parametrize("at", [0, -1])
