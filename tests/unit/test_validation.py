@@ -14,7 +14,7 @@ from kvcore.analysis import measured
 from kvcore.analysis.validation import Errors
 from kvcore.errors import InputError, PluginError
 
-PUBLISHED = Path(__file__).parents[1] / "data" / "trtllm_1.0_throughput.csv"
+PUBLISHED = Path(__file__).parents[1] / "data" / "tensorrt_llm_1_0.csv"
 
 ROW = {
     "model": "llama-3.1-8b",

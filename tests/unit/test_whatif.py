@@ -142,7 +142,7 @@ class TestUnderAClock:
         config = whatif(path, batching={"max_seqs": 1}, plugins=PLUGINS).rerun.config
         assert (config["batching"]["max_seqs"], config["batching"]["max_tokens"]) == (1, 64)
         config = whatif(path, batching=Batching(), plugins=PLUGINS).rerun.config
-        assert config["batching"] == attrs.asdict(Batching())
+        assert config["batching"] == Batching().as_dict()
         with pytest.raises(InputError, match="max_seqs=0"):
             whatif(path, batching={"max_seqs": 0}, plugins=PLUGINS)
 
