@@ -148,7 +148,7 @@ def test_a_table_is_closer_than_fits(tmp_path):
                 errors[model, group].append(error)
     for (model, group), sizes in errors.items():
         p90 = quantiles(sizes, n=10)[-1]
-        print(f"{model:17} {group:9} {len(sizes):5} {median(sizes):6.1%} {p90:6.1%}")  # noqa: T201
+        print(f"{model:17} {group:9} {len(sizes):5} {median(sizes):6.1%} {p90:6.1%}")
     middle = [median(errors[model, "all"]) for model in models]
     assert middle[-1] == min(middle)
 
