@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 import click
 
-from kvcore.cli.output import emit_json, input_file, json_option, print_table, print_text
-from kvcore.cli.verb import echo, plugin_completion, verb
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    input_file,
+    json_option,
+    print_table,
+    print_text,
+)
+from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
+from kvcore.files import atomic_file
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
-from kvcore.serving.calibration import COUNTS, FOLDS, Calibratable, fit_latency
+from kvcore.serving.calibration import COUNTS, FOLDS, Calibratable, fit_latency, write_steps
+from kvcore.serving.step_times import Deployment, EngineName, TableDtype
 from kvcore.units import PS_PER_S, format_seconds
 
 if TYPE_CHECKING:
     from kvcore.serving.calibration import Calibration
 
 
-@verb("kvcore calibrate steps.csv", "kvcore calibrate steps.csv --latency roofline")
-@click.argument("steps", callback=input_file)
+@verb(
+    "kvcore calibrate steps.csv",
+    "kvcore calibrate steps.csv --latency roofline",
+    "kvcore calibrate --from aic --model qwen3-32b --device h200 -o steps.csv",
+)
+@click.argument("steps", callback=input_file, required=False)
 @click.option(
     "--latency",
     default="linear",
@@ -30,13 +43,74 @@ if TYPE_CHECKING:
     "as roofline:model=llama-3-8b,device=h100,tensor_parallel=1.",
     **plugin_completion("latency"),
 )
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["aic"]),
+    help="Compose step times instead, and write them as a file for --latency table: of the "
+    "deployment below, by the package aiconfigurator-core.",
+)
+@click.option(
+    "--model",
+    default="llama-3-8b",
+    show_default=True,
+    metavar="NAME",
+    help="Model of --from: a name of kvcore, or of Hugging Face, such as Qwen/Qwen3-32B.",
+)
+@click.option(
+    "--device",
+    default="h100",
+    show_default=True,
+    metavar="NAME",
+    help="GPU of --from: a name of kvcore or AIConfigurator, such as h200 or gb200.",
+)
+@click.option(
+    "--tensor-parallel",
+    default=4,
+    show_default=True,
+    type=Count(1),
+    help="Number of GPUs that share the model of --from.",
+)
+@click.option(
+    "--engine",
+    default="vllm",
+    show_default=True,
+    type=click.Choice(get_args(EngineName)),
+    help="Engine of --from.",
+)
+@click.option(
+    "--weights-dtype",
+    default="bf16",
+    show_default=True,
+    type=click.Choice(get_args(TableDtype)),
+    help="Number format of weights and K/V of --from.",
+)
+@click.option(
+    "-o", "--out", callback=file_path, metavar="FILE", help="File for the steps of --from."
+)
 @json_option
-def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:
+def calibrate(
+    *,
+    steps: Path | None,
+    latency: str,
+    source: str | None,
+    out: Path | None,
+    as_json: bool,
+    **deployment: Any,
+) -> None:
     """Fit a latency model to the measured steps of the CSV file STEPS.
 
     Its columns are prefill_tokens, decode_sequences, context_tokens and seconds; there may be
     attended_pairs. The fit has the least squared relative error.
     """
+    if (source is None) != (out is None) or (source is None) == (steps is None):
+        msg = "give either 'STEPS', to fit a model, or --from aic and -o FILE, to compose steps"
+        raise click.UsageError(msg)
+    if out is not None:
+        deployment["dtype"] = deployment.pop("weights_dtype")
+        _compose(out, Deployment(**deployment), as_json=as_json)
+        return
+    assert steps is not None
     found = fit_latency(steps, _model(latency))
     report = _report(steps, found)
     if as_json:
@@ -85,6 +159,20 @@ def calibrate(*, steps: Path, latency: str, as_json: bool) -> None:
         ),
         right=["line", *COUNTS, "measured", "fitted", "off by"],
     )
+
+
+def _compose(out: Path, deployment: Deployment, *, as_json: bool) -> None:
+    """Write the composed step times of a deployment."""
+    from kvcore.serving.aic import compose_steps  # noqa: PLC0415 - imports a large package
+
+    found = list(compose_steps(deployment).steps())
+    with atomic_file(out) as file:
+        write_steps(file, found)
+    latency = f"table:path={out}"
+    if as_json:
+        emit_json({"schema": 1, "rows": len(found), "latency": latency})
+    else:
+        echo(f"--latency {latency}")
 
 
 def _model(text: str) -> Any:

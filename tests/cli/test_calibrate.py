@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from helpers.aic import fake_aic
 
 from kvcore import Plugins
 from kvcore.cli.calibrate import calibrate
@@ -132,3 +133,35 @@ def test_every_json_field_is_in_the_reference(steps):
 
     document = json.loads(run(steps, "--json"))
     assert [name for name in names(document) if f"`{name}`" not in section] == []
+
+
+def test_composes_steps_of_a_deployment(tmp_path, monkeypatch):
+    """`--from aic` writes a file and prints the latency model that reads it."""
+    calls = fake_aic(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    deployment = ["--model", "qwen3-32b", "--device", "h200", "--tensor-parallel", "2"]
+    printed = run("--from", "aic", *deployment, "--engine", "sglang", "-o", "q.csv")
+    assert printed == "--latency table:path=q.csv\n"
+    assert calls[-1][0] == ("Qwen/Qwen3-32B", "h200_sxm", "sglang")
+    latency = Plugins().build("latency", printed.split()[1])
+    assert latency.duration(StepWork(0, (0,), 1, (1,))) / 1e9 == pytest.approx(3.01, rel=0.01)
+
+
+def test_a_deployment_that_cannot_be_composed_leaves_no_file(tmp_path, monkeypatch):
+    """The error names the device, and nothing is written."""
+    fake_aic(monkeypatch)
+    with pytest.raises(InputError, match="device 'h1000'"):
+        run("--from", "aic", "--device", "h1000", "-o", str(tmp_path / "q.csv"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--from", "aic"], ["-o", "q.csv"], ["x", "-o", "q.csv"]]
+)
+def test_steps_are_fitted_or_composed(tmp_path, monkeypatch, arguments):
+    """Neither both, nor half of one."""
+    monkeypatch.chdir(tmp_path)
+    Path("x").touch()
+    result = CliRunner().invoke(calibrate, arguments)
+    assert result.exit_code == 2
+    assert "--from aic and -o FILE" in str(result.exception) + result.output

@@ -479,7 +479,7 @@ calibrate good.jsonl | good.jsonl
 calibrate . | .
 calibrate steps.csv --latency nope | 'nope'
 calibrate steps.csv --latency table | 'path'
-calibrate '' | 'STEPS'
+calibrate '' | STEPS
 demo cache --output 0 | '--output'
 demo cache --prompt-tokens x | '--prompt-tokens'
 demo cache --block-size -1 | '--block-size'

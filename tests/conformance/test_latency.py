@@ -24,6 +24,8 @@ CONFIGURATIONS = [
     "token-rate",
     "token-rate:prefill=0.3,decode=1e9",
     f"table:path={GRID}",
+    "table:engine=vllm",
+    "table:engine=trtllm,model=llama-3.1-70b,device=h200,tensor_parallel=4",
 ]
 
 

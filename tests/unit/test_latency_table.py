@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore import InputError
+from kvcore import InputError, Plugins
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Table
 
@@ -94,11 +94,77 @@ def test_more_work_never_takes_less_time_across_borders(table):
     assert times == sorted(times)
 
 
-def test_the_simulator_is_told_not_to_jump(table):
-    """The line is flat, and holds for this context alone."""
+def test_times_that_are_lines_let_the_simulator_jump(table):
+    """A millisecond, and a microsecond a context token, also beyond 1,000."""
     model = table()
+    assert model.jumps
+    assert set(model.pieces(StepWork(context=(500,)))) == {(10**9, 10**6)}
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        "0,1,0,0.001\n0,1,10,0.003\n0,1,20,0.004",
+        "0,1,0,0.001\n0,1,10,0.003\n0,2,0,0.002\n0,2,10,0.003",
+    ],
+    ids=["with context", "with sequences"],
+)
+def test_slopes_that_fall_are_looked_up_at_every_step(table, grid):
+    """A line that holds for this context alone is flat, and the simulator may not jump."""
+    model = table(grid)
     assert not model.jumps
-    assert model.pieces(StepWork(context=(500,))) == ((1_500_000_000, 0),)
+    assert model.pieces(StepWork(0, (0,), 1, (5,))) == ((2_000_000_000, 0),)
+
+
+def test_lines_bend_upwards_at_each_context(table):
+    """From 0 to 10 tokens, to 20, and beyond; the highest line is the interpolated time."""
+    model = table("0,1,0,0.001\n0,1,10,0.002\n0,1,20,0.004")
+    assert model.jumps
+    assert [milliseconds(model, 0, 1, c) for c in (0, 5, 10, 15, 20, 30)] == [
+        1,
+        1.5,
+        2,
+        3,
+        4,
+        6,
+    ]
+
+
+def test_pairs_are_a_column_where_they_vary(table):
+    """The same counts twice with other pairs: between 0 and 100 of them time grows by 1 ms."""
+    model = table(
+        "0,1,0,0.001,0\n0,1,0,0.002,100\n10,1,0,0.003,0\n10,1,0,0.004,100",
+        f"{HEADER},attended_pairs",
+    )
+    assert model.duration(StepWork(5, (50,), 1, (0,))) == 2_500_000_000
+
+
+def test_a_grid_of_the_package_is_chosen_by_the_deployment():
+    """`engine` alone has the model, GPU and tensor parallelism of a run."""
+    run = {"model": "llama-3-70b", "device": "h200", "tensor_parallel": 4, "codec": "fp16"}
+    model = Plugins().build("latency", "table:engine=vllm", run)
+    named = Table(engine="vllm", model="llama-3.1-70b", device="h200", tensor_parallel=4)
+    step = StepWork(0, (0,), 64, (64 * 4096,))
+    assert model.jumps
+    assert model.duration(step) == named.duration(step)
+    assert model.coefficients()["source"] == "AIConfigurator"
+
+
+def test_a_deployment_without_a_grid_names_the_nearest():
+    """The same model with other devices, and the command that makes more."""
+    with pytest.raises(InputError) as caught:
+        Table(engine="vllm", model="llama-3.1-70b", device="h100", tensor_parallel=3)
+    message = str(caught.value)
+    assert "no step times of engine=vllm,model=llama-3.1-70b,device=h100,tensor_par" in message
+    assert "nearest are engine=vllm,model=llama-3.1-70b,device=h100,tensor_para" in message
+    assert "kvcore calibrate --from aic" in message
+
+
+@pytest.mark.parametrize("options", [{}, {"path": "x.csv", "engine": "vllm"}])
+def test_a_file_or_an_engine(options):
+    """One of both, neither none nor two."""
+    with pytest.raises(InputError, match=r"give either 'path', a file, or 'engine'"):
+        Table(**options)
 
 
 def test_columns_come_in_any_order(table):

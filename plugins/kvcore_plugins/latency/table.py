@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,59 +13,133 @@ import attrs
 
 from kvcore import InputError, LatencyModel
 from kvcore.files import as_path
+from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork
-from kvcore.serving.calibration import COUNTS, MeasuredStep, read_steps
+from kvcore.serving.calibration import COUNTS, PAIRS, MeasuredStep, read_steps
+from kvcore.serving.step_times import EngineName, TableDtype, shipped_grid
 from kvcore.workloads.files import file_digest
 
-Counts = tuple[int, int, int]
+Point = tuple[int, ...]
 
 
 @attrs.define(slots=False, eq=False)
 class Table(LatencyModel):
-    """Look a step up in a grid of measured ones, and interpolate.
+    """Look a step up in a grid of step times, and interpolate.
 
-    A CSV file with the columns `prefill_tokens`, `decode_sequences`, `context_tokens` and
-    `seconds`, one row for each combination of their values. In between, the time is
-    interpolated linearly in all three (multilinear). Before the first value of a column it
-    is that of the first. Beyond the last it goes on with the steepest slope that any row of
-    cells at that border has: one slope for all, so that more work never takes less time.
-    Exact in rationals, rounded down to a picosecond. Every step is looked up by itself: the
-    simulator cannot jump, and pays for each.
+    With `engine` the grid is one of those in the package: step times of well-known models,
+    GPUs and engines that NVIDIA's AIConfigurator composed. With `path` it is a CSV file with
+    the columns `prefill_tokens`, `decode_sequences`, `context_tokens` and `seconds`, one row
+    for each combination of their values. Where these are given more than once with other
+    `attended_pairs`, those are a column of the grid too.
+
+    In between, the time is interpolated linearly in all of them (multilinear). Before the
+    first value of a column it is that of the first. Beyond the last it goes on with the
+    steepest slope that any row of cells at that border has: one slope for all, so that more
+    work never takes less time. Exact in rationals, rounded down to a picosecond.
+
+    If slopes in the context fall neither with the context nor with other work, as in a grid
+    with two contexts that is a sum, the times are lines, and the simulator can jump: slopes
+    are rounded to whole picoseconds. Any other grid is looked up at every single step.
 
     Options:
-        path: the file.
+        path: a file.
+        engine: `vllm`, `trtllm` or `sglang`: a grid of the package instead.
+        model, device, tensor_parallel: what the grid of the package is of.
+        weights_dtype: `bf16` or `fp8`, of weights and K/V; by default that of the model.
     """
 
     name: ClassVar[str] = "table"
     jumps: ClassVar[bool] = False
 
-    path: Path = attrs.field(converter=as_path)
+    path: Path | None = attrs.field(default=None, converter=attrs.converters.optional(as_path))
+    engine: EngineName | None = attrs.field(default=None)
+    model: str | ModelSpec = attrs.field(default="llama-3-8b")
+    device: str | DeviceSpec = attrs.field(default="h100")
+    tensor_parallel: int = attrs.field(default=4)
+    weights_dtype: TableDtype | None = attrs.field(default=None)
 
     def __attrs_post_init__(self) -> None:
         """Read the grid and check that it is whole and monotone."""
-        steps = _by_counts(self.path, read_steps(self.path))
+        measured, columns = self._steps()
+        steps = _by_counts(self.path, measured, columns)
+        # The context last, as its cells lie side by side.
+        self._names = tuple(sorted(columns, key=COUNTS[2].__eq__))
+        order = [columns.index(name) for name in self._names]
+        steps = {tuple(counts[at] for at in order): step for counts, step in steps.items()}
         self._axes = [sorted(set(values)) for values in zip(*steps, strict=True)]
         grid = list(product(*self._axes))
         missing = next((counts for counts in grid if counts not in steps), None)
         if missing:
             msg = (
-                f"{self.path}: no row with {_named(missing)}; the grid needs one for each "
+                f"{self.path}: no row with {self._point(missing)}; the grid needs one for each "
                 f"combination of the values in its columns, {len(grid):,} in all"
             )
             raise InputError(msg)
         self._times = [steps[counts].time for counts in grid]
-        self._strides = [len(self._axes[1]) * len(self._axes[2]), len(self._axes[2]), 1]
-        self._beyond = [self._steepest(axis, grid, steps) for axis in range(len(COUNTS))]
-        self._digest = file_digest(self.path)
+        sizes = [len(axis) for axis in self._axes]
+        self._strides = [*accumulate(sizes[:0:-1], int.__mul__, initial=1)][::-1]
+        self._beyond = [self._steepest(axis, grid, steps) for axis in range(len(sizes))]
+        self.jumps = self._has_lines()  # type: ignore[misc]
+
+    def _steps(self) -> tuple[list[MeasuredStep], tuple[str, ...]]:
+        """Return the points of the grid, and the names of its columns."""
+        if (self.path is None) == (self.engine is None):
+            msg = "table: give either 'path', a file, or 'engine': vllm, trtllm or sglang"
+            raise InputError(msg)
+        if self.path is None:
+            name = self.model, self.device, self.tensor_parallel, str(self.engine)
+            grid = shipped_grid(*name, self.weights_dtype)
+            self._source = {"source": "AIConfigurator"}
+            return list(grid.steps()), (*COUNTS, PAIRS)
+        self._source = {"digest": file_digest(self.path)}
+        steps = read_steps(self.path)
+        has_pairs = len({step.counts for step in steps}) < len(
+            {(*step.counts, step.pairs) for step in steps}
+        )
+        return steps, (*COUNTS, PAIRS) if has_pairs else COUNTS
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
-        """Return the time of this very batch, as a flat line. Costs some microseconds."""
-        beyond, scale = 0, 1
-        corners = [(0, 1)]
-        counts = work.prefill, work.decode, work.context[0]
-        for count, axis, stride, slope in zip(
-            counts, self._axes, self._strides, self._beyond, strict=True
-        ):
+        """Return the lines in the context, or the time of this batch as a flat one.
+
+        Costs some ten microseconds.
+        """
+        counts = [work.prefill, work.decode, work.attended_pairs[0]][: len(self._axes) - 1]
+        axis = self._axes[-1]
+        corners, scale, beyond = self._corners(counts)
+        if not self.jumps:
+            inner, width, more = self._corners(work.context, len(counts))
+            time = sum(
+                self._times[at + shift] * weight * share
+                for at, weight in corners
+                for shift, share in inner
+            )
+            return ((time // (scale * width) + beyond + more, 0),)
+        first = sum(self._times[at] * weight for at, weight in corners) // scale + beyond
+        lines = [(first, 0)]
+        for place, (start, end) in enumerate(pairwise(axis)):
+            rise = sum(
+                (self._times[at + place + 1] - self._times[at + place]) * weight
+                for at, weight in corners
+            )
+            whole = scale * (end - start)
+            lines.append(_bend(lines[-1], start, (2 * rise + whole) // (2 * whole)))
+        lines.append(_bend(lines[-1], axis[-1], max(-(-self._beyond[-1] // 1), lines[-1][1])))
+        return lines if axis[0] else lines[1:]
+
+    def coefficients(self) -> dict[str, Any]:
+        """Return the digest of the file, or the source; and the values of each column."""
+        return {**self._source, **dict(zip(self._names, self._axes, strict=True))}
+
+    def _corners(
+        self, counts: Sequence[int], first: int = 0
+    ) -> tuple[list[tuple[int, int]], int, int]:
+        """Return the points around `counts` and their weights, by axes from `first` on.
+
+        Also the sum of the weights, and the time that lies beyond the last points.
+        """
+        beyond, scale, corners = 0, 1, [(0, 1)]
+        for place, count in enumerate(counts, first):
+            axis, stride, slope = self._axes[place], self._strides[place], self._beyond[place]
             if count >= axis[-1]:
                 beyond += (count - axis[-1]) * slope.numerator // slope.denominator
                 corners = [(at + stride * (len(axis) - 1), weight) for at, weight in corners]
@@ -78,14 +152,34 @@ class Table(LatencyModel):
                     for at, weight in corners
                     for side, share in ((0, whole - part), (1, part))
                 ]
-        return ((sum(self._times[at] * weight for at, weight in corners) // scale + beyond, 0),)
+        return corners, scale, beyond
 
-    def coefficients(self) -> dict[str, Any]:
-        """Return the digest of the file, and the values of each column."""
-        return {"digest": self._digest, **dict(zip(COUNTS, self._axes, strict=True))}
+    def _has_lines(self) -> bool:
+        """Return True if slopes in the context fall neither along it nor along other axes."""
+        axis, times = self._axes[-1], self._times
+        if len(axis) == 1:
+            return False
+        slopes = [
+            [
+                Fraction(times[at + place + 1] - times[at + place], end - start)
+                for place, (start, end) in enumerate(pairwise(axis))
+            ]
+            for at in range(0, len(times), len(axis))
+        ]
+        if any(row != sorted(row) for row in slopes):
+            return False
+        for stride, values in zip(self._strides[:-1], self._axes[:-1], strict=True):
+            rows = stride // len(axis)
+            for at, row in enumerate(slopes):
+                is_last = at // rows % len(values) == len(values) - 1
+                if not is_last and any(
+                    a > b for a, b in zip(row, slopes[at + rows], strict=True)
+                ):
+                    return False
+        return True
 
     def _steepest(
-        self, axis: int, grid: list[Counts], steps: dict[Counts, MeasuredStep]
+        self, axis: int, grid: list[Point], steps: dict[Point, MeasuredStep]
     ) -> Fraction:
         """Check that times grow along an axis; return the steepest slope of its last cells."""
         values, stride = self._axes[axis], self._strides[axis]
@@ -97,28 +191,40 @@ class Table(LatencyModel):
             longer = self._times[at + stride] - self._times[at]
             if longer < 0:
                 msg = (
-                    f"{self.path}:{steps[more].line}: {_named(more)} takes less than "
-                    f"{COUNTS[axis]}={counts[axis]} in line {steps[counts].line}; more work "
-                    "must not take less time: measure again, or smooth the grid"
+                    f"{self.path}:{steps[more].line}: {self._point(more)} takes less than "
+                    f"{self._names[axis]}={counts[axis]} in line {steps[counts].line}; more "
+                    "work must not take less time: measure again, or smooth the grid"
                 )
                 raise InputError(msg)
             if more[axis] == values[-1]:
                 steepest = max(steepest, Fraction(longer, more[axis] - counts[axis]))
         return steepest
 
+    def _point(self, counts: Point) -> str:
+        by_name = dict(zip(self._names, counts, strict=True))
+        return _named({name: by_name[name] for name in (*COUNTS, PAIRS) if name in by_name})
 
-def _by_counts(path: Path, measured: list[MeasuredStep]) -> dict[Counts, MeasuredStep]:
-    steps: dict[Counts, MeasuredStep] = {}
+
+def _bend(line: tuple[int, int], at: int, slope: int) -> tuple[int, int]:
+    """Return the line that goes on from `line` at a context with another slope."""
+    return line[0] + (line[1] - slope) * at, slope
+
+
+def _by_counts(
+    path: Path | None, measured: list[MeasuredStep], columns: Sequence[str]
+) -> dict[Point, MeasuredStep]:
+    steps: dict[Point, MeasuredStep] = {}
     for step in measured:
-        first = steps.setdefault(step.counts, step)
+        counts = (*step.counts, step.pairs)[: len(columns)]
+        first = steps.setdefault(counts, step)
         if first is not step:
             msg = (
-                f"{path}:{step.line}: {_named(step.counts)} is in line {first.line} already; "
-                "give each point of the grid once"
+                f"{path}:{step.line}: {_named(dict(zip(columns, counts, strict=True)))} is in "
+                f"line {first.line} already; give each point of the grid once"
             )
             raise InputError(msg)
     return steps
 
 
-def _named(counts: Counts) -> str:
-    return ", ".join(f"{name}={count}" for name, count in zip(COUNTS, counts, strict=True))
+def _named(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name}={count}" for name, count in counts.items())
