@@ -497,7 +497,7 @@ def validate(
     source: str | PathLike[str],
     *,
     where: Mapping[str, str] | None = None,
-    rounds: int = 4,
+    rounds: int = 10,
     spread: float = 0.2,
     plugins: Plugins | None = None,
     progress: Progress | None = None,

@@ -473,6 +473,11 @@ def option_default(name: str, mode: Mode = "simulate") -> Any:
     return DEFAULTS[mode].get(name, _fields()[name].default)
 
 
+def is_plain(name: str, value: Any) -> bool:
+    """Return True if a rule of engines is as in kvcore, so that no report need name it."""
+    return name in RULES and value == option_default(name)
+
+
 def read_option(name: str, value: Any) -> Any:
     """Return a value as the option `name` has it.
 

@@ -8,6 +8,7 @@ import attrs
 
 from kvcore.analysis.fleet import Fleet
 from kvcore.analysis.planning import FleetPlan, Limit, Option
+from kvcore.config.run_config import is_plain
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
@@ -82,7 +83,8 @@ class PlanReport:
     def closing(self) -> str:
         """How it was found, and what all simulations have in common."""
         setup = self.plan.setup
-        parts = [f"{name} {as_text(value)}" for name, value in setup.items() if value]
+        told = (name for name, value in setup.items() if value and not is_plain(name, value))
+        parts = [f"{name} {as_text(setup[name])}" for name in told]
         return (
             "Sessions are divided among replicas by hash; busiest: the share of the prompt "
             "tokens that one replica gets.\n"

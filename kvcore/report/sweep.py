@@ -13,6 +13,7 @@ import orjson
 
 from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep, axes_of
+from kvcore.config.run_config import is_plain
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
@@ -127,7 +128,8 @@ class SweepReport:
         # How many blocks a given memory has, follows from it.
         known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
         same = [name for name in axes_of(grid.mode) if name not in known]
-        parts = [f"{n} {written(n, row)}" for n in same if row.get(n) is not None]
+        told = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
+        parts = [f"{name} {written(name, row)}" for name in told]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
 
     @property
