@@ -246,9 +246,12 @@ def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
     return count
 
 
-def block_hash(key: int | str, place: int = 0, blocks: int = 1) -> int:
-    """Return the 64-bit hash of a block: `place` of the `blocks` that `key` stands for."""
-    if blocks > 1:
+def block_hash(key: int | str | tuple[Any, ...], place: int = 0, blocks: int = 1) -> int:
+    """Return the 64-bit hash of a block: `place` of the `blocks` that `key` stands for.
+
+    A generated block without a key of the workload has the tuple that names it.
+    """
+    if blocks > 1 or isinstance(key, tuple):
         text = f"{key}/{place}".encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
     return key if isinstance(key, int) else int.from_bytes(bytes.fromhex(key)[-8:], "big")

@@ -13,6 +13,8 @@ import kvcore
 from kvcore import InputError
 from kvcore.config import RunConfig
 from kvcore.config.like import LIKENESSES
+from kvcore.kv_events.model import BlockStored
+from kvcore.kv_events.export import event_batches
 from kvcore.serving import Batching
 from kvcore.serving.batcher import TokenRatio
 
@@ -117,6 +119,27 @@ def test_generated_blocks_begin_inside_a_key():
     requests = [ask(n, n * 500, 20, 9, keys=[1, 2], key_tokens=16) for n in range(3)]
     run = serve(requests, generated="cached", key_tokens=16)
     assert [row["hit"] for row in run.rows.values()] == [0, 16, 16]
+
+
+@pytest.mark.parametrize("key_tokens", [4, 16])
+def test_generated_blocks_are_exported_as_events(key_tokens, tmp_path):
+    """A recording stores them under hashes of their own, and removes what it has stored."""
+    keys = [1] if key_tokens == 16 else [1, 2, 3]
+    requests = [
+        ask(n, 400 * n, 18, 30, keys=[*keys, 10 + n], key_tokens=key_tokens) for n in range(4)
+    ]
+    run = serve(requests, blocks=20, generated="cached", key_tokens=key_tokens)
+    (tmp_path / "run.jsonl").write_bytes(run.trace)
+    stored, generated = [], sum(line.get("generated", False) for line in run.lines)
+    for batch in event_batches(tmp_path / "run.jsonl"):
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                stored += event.hashes
+            else:
+                assert set(event.hashes) <= set(stored)
+                stored = [each for each in stored if each not in event.hashes]
+    assert generated == 4
+    assert len(set(stored)) == len(stored) == run.result.cache.tree.cached_blocks
 
 
 @pytest.mark.parametrize(("allowed", "admitted"), [(True, 10), (False, 20)])
