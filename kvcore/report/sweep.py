@@ -128,6 +128,10 @@ class SweepReport:
         # How many blocks a given memory has, follows from it.
         known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
         same = [name for name in axes_of(grid.mode) if name not in known]
+        if "like" in grid.varied:
+            # An engine stands for other options, by which the cells differ as well.
+            others = self.sweep.rows[1:]
+            same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
         told = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
         parts = [f"{name} {written(name, row)}" for name in told]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."

@@ -94,6 +94,16 @@ def test_saturation_is_told():
     )
 
 
+def test_engines_stand_for_options_that_are_not_in_common():
+    """Where cells are like several engines, the setup has what all of them share."""
+    grid = Grid("simulate", like=["vllm", "sglang"], max_tokens=64)
+    same = {"max_tokens": 64, "reserve": "chunk"}
+    sweep = timed(grid, {**same, "lag": 1}, {**same, "lag": 0})
+    setup = SweepReport(sweep).setup
+    assert "max_tokens 64; reserve chunk" in setup
+    assert "lag" not in setup
+
+
 def test_measures_that_no_cell_has_are_left_out():
     """Without an SLO there is no goodput."""
     grid = Grid("simulate", eviction=["lru", "lfu"])

@@ -13,8 +13,8 @@ import kvcore
 from kvcore import InputError
 from kvcore.config import RunConfig
 from kvcore.config.like import LIKENESSES
-from kvcore.kv_events.model import BlockStored
 from kvcore.kv_events.export import event_batches
+from kvcore.kv_events.model import BlockStored
 from kvcore.serving import Batching
 from kvcore.serving.batcher import TokenRatio
 
