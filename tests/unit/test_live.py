@@ -26,6 +26,7 @@ def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("live") / "run.jsonl"
     zipf = "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90"
     small = [f"{zipf},rate=60", "--blocks", "220", "--block-size", "16"]
+    small += ["--latency", "linear:step=0.005"]
     assert run_here("simulate", *small, "--trace", path).returncode == 0
     return path
 

@@ -213,8 +213,8 @@ def test_resolve_refuses_what_cannot_be_built():
     """An abstract class, and one that needs an option."""
     with pytest.raises(PluginError, match="which does not define victim"):
         resolve("eviction", type("Unfinished", (base_of("eviction"),), {"name": "x"}))
-    with pytest.raises(InputError, match="needs a value for option 'path'"):
-        resolve("latency", Plugins().get("latency", "table"))
+    with pytest.raises(InputError, match="needs a value for option 'memory'"):
+        resolve("tier", Plugins().get("tier", "host"))
 
 
 def test_resolve_looks_in_the_plugins_it_is_given():

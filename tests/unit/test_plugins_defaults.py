@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvcore.errors import InputError
@@ -29,9 +31,8 @@ def test_a_default_without_such_an_option_is_left_out(plugins):
 def test_a_default_may_be_what_has_no_text(plugins):
     """It is a value as in code, and can stand for an option that must be given."""
     with pytest.raises(InputError, match="needs a value for option 'path'"):
-        plugins.build("latency", "table", {"seed": 7})
-    with pytest.raises(InputError, match=r"nowhere\.csv"):
-        plugins.build("latency", "table", {"path": "nowhere.csv"})
+        plugins.build("workload", "jsonl", {"seed": 7})
+    assert plugins.build("workload", "jsonl", {"path": Path("a.jsonl")}).path == Path("a.jsonl")
 
 
 def test_options_that_are_paths_are_known(plugins):
