@@ -26,7 +26,6 @@ def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("live") / "run.jsonl"
     zipf = "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90"
     small = [f"{zipf},rate=60", "--blocks", "220", "--block-size", "16"]
-    small += ["--latency", "linear:step=0.005"]
     assert run_here("simulate", *small, "--trace", path).returncode == 0
     return path
 
@@ -207,7 +206,7 @@ def test_a_trace_takes_its_time(recorded):
     assert time.now - 1000 == pytest.approx((end - timeline.begin) / NS_PER_S / 0.5)
     times = [time for time, _ in frames]
     assert times == sorted(times)
-    assert len(set(times)) > 50
+    assert len(set(times)) > 40
     # A frame is at most two waits after the one before it.
     assert max(after - before for before, after in pairwise(times)) < 0.11 * NS_PER_S
     assert frames[len(frames) // 2][1].startswith(f"of {clock(end)}  ")
