@@ -45,11 +45,14 @@ class PrefixIndex(Plugin):
         shares: False if nothing is ever stored, so that there is nothing to find.
         evicts_leaves: whether a victim leaves whole, even where a part of it would do; what
             nobody needs of it is free afterwards. May be an option.
+        block_spans: whether every span is one block, as where an engine keeps its cache block
+            by block. May be an option.
     """
 
     kind: ClassVar[str] = "prefix"
     shares: ClassVar[bool] = True
     evicts_leaves = False
+    block_spans = False
 
     @abstractmethod
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:

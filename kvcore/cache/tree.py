@@ -76,6 +76,7 @@ class SpanTree:
     # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
         "_announces",
+        "_block_spans",
         "_created",
         "_demoted",
         "_evictable_blocks",
@@ -151,6 +152,7 @@ class SpanTree:
         self._index_split = find_override(index, "split")
         self._index_remove = find_override(index, "remove")
         self._evicts_leaves = index.evicts_leaves
+        self._block_spans = index.block_spans
         self._expires = eviction.expires_spans
         self._on_insert = find_override(eviction, "on_insert")
         self._on_access = find_override(eviction, "on_access")
@@ -424,18 +426,23 @@ class SpanTree:
             )  # fmt: skip
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
-    def _store(  # noqa: C901 - one store, told from top to bottom
+    def _store(  # noqa: C901, PLR0912 - one store, told from top to bottom
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
     ) -> None:
         """Move private blocks up to `upto` into the tree: into the leaf, or as a child.
 
         Only the sequence that made a leaf appends to it, and only while its own is the one
         pin the leaf ever had (`creator`). So all blocks of a span have one access history.
+        Where every span is one block, each is a child of the one before.
         Where leaves leave whole, what each step computes of a prompt is a leaf of its own, and
         so is all that is generated.
         """
         span = seq.span
         first = span.end
+        if self._block_spans and upto - first > 1:
+            for end in range(first + 1, upto + 1):
+                self._store(seq, end, priority, until, now)
+            return
         ids = seq.private
         if ids is not None:
             count = upto - first
@@ -445,6 +452,7 @@ class SpanTree:
         self.cached_blocks += upto - first
         appends = (
             span.creator is seq
+            and not self._block_spans
             and may_append(span, priority, until)
             and (
                 not self._evicts_leaves

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
+from kvcore.plugins import resolve
 from kvcore.request import Request, Retention
 from kvcore.testing.harness import (
     FORKS,
@@ -26,6 +27,7 @@ from kvcore.testing.harness import (
     random_steps,
     replay,
 )
+from kvcore.testing.hosted import HostedCache
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
 _KEY = 6
@@ -139,6 +141,22 @@ class EvictionPolicyTests(ABC):
                 )
             else:
                 plain.now += step.wait
+
+    @_seeds
+    def test_decides_alike_for_an_engine(self, seed: int) -> None:
+        """A host of blocks that an engine owns has the victims of a cache, block by block."""
+        mix = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1}
+        steps = random_steps(seed, 200, attrs.evolve(_HINTS, mix=mix))
+        policy, prefix = RecordingPolicy(self.make()), resolve("prefix", "hashed:spans=block")
+        cache = KVCache(
+            _BLOCKS, _KEY, accounting="keys", eviction=policy, prefix=prefix, recompute=_flat
+        )
+        hosted = RecordingPolicy(self.make())
+        engine: Any = HostedCache(hosted, _BLOCKS, _KEY, _flat)
+        drivers = Driver(cache, policy.evicted), Driver(engine, hosted.evicted)
+        cached, owned = (driver.run(steps) for driver in drivers)
+        assert any(decision.evicted for decision in cached), "nothing was evicted"
+        assert owned == cached, "asked by a host, it decided otherwise"
 
     def test_spans_may_leave_without_being_victims(self) -> None:
         """In a tier, what was loaded or is damaged leaves, however much it is worth keeping."""

@@ -38,7 +38,7 @@ LAYERS = [
     {"cluster"},
     {"engine"},
     {"config"},
-    {"analysis", "kv_events"},
+    {"analysis", "hosting", "kv_events"},
     {"report"},
     {"demo"},
     {"api"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Keys
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import attrs
 
-from kvcore import PrefixIndex, Span
+from kvcore import InputError, PrefixIndex, Span
 from kvcore.request import Key
 
 
@@ -19,14 +19,28 @@ class Hashed(PrefixIndex):
     its beginning. A block is cached only if the one before it is: the end of a hit is found
     by bisection, in O(log blocks) look-ups. Storing, splitting and evicting cost O(blocks).
 
+    Options:
+        spans: `runs` keeps blocks of one history in one span; `block` makes each block a span
+            of its own, as engines decide that keep block after block. Policies then choose
+            among blocks, and every step costs O(blocks).
+
     Source: the block pool of vLLM (Kwon et al., 2023), which maps the hash of a block to
     the block; here it is mapped to the span that the block is part of.
     """
 
     name: ClassVar[str] = "hashed"
+    later_options = ("spans",)
 
+    spans: Literal["runs", "block"] = attrs.field(default="runs")
     # Where a key stands for several blocks, the second number tells them apart.
     _spans: dict[tuple[Key, int], Span] = attrs.field(init=False, factory=dict, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the option."""
+        if self.spans not in ("runs", "block"):
+            msg = f"hashed: spans={self.spans!r} is not known; there are: runs, block"
+            raise InputError(msg)
+        self.block_spans = self.spans == "block"
 
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the span of the last cached block. O(log blocks)."""

@@ -1,0 +1,6 @@
+"""At home in engines: policies that decide about blocks which somebody else owns."""
+
+from kvcore.hosting.host import Block, PolicyHost
+from kvcore.hosting.settings import HostSettings
+
+__all__ = ["Block", "HostSettings", "PolicyHost"]

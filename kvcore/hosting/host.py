@@ -1,0 +1,528 @@
+"""The host of an eviction policy where somebody else owns the blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import deepcopy
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+from kvcore.cache import BlockLayout, EvictionPolicy, Span
+from kvcore.cache.hints import (
+    apply_hints,
+    priority_steps,
+    raise_expiry,
+    raise_expiry_above,
+    raise_priority_above,
+)
+from kvcore.errors import InputError, PolicyError
+from kvcore.plugins import find_override, policy_error, resolve, wrong_answer
+from kvcore.plugins.base import FAILURES
+from kvcore.request import DEFAULT_PRIORITY, Key, Request
+
+Block: TypeAlias = Hashable
+"""What an engine calls a block: unique among those that are cached."""
+
+Id: TypeAlias = int | str
+
+_log = logging.getLogger("kvcore")
+
+
+class PolicyHost:
+    """Lets an `EvictionPolicy` decide about blocks that an engine owns.
+
+    An engine says what it does with its cached blocks, one at a time, and asks for victims;
+    the host keeps a span of one block for each of them, and calls the policy exactly as
+    `KVCache` does. With the prefix index `hashed:spans=block` a `KVCache` that is used alike
+    has the same victims.
+
+    The order of an admission: `pin` what hits, the deepest block first; `missed`, if not all
+    of the prompt hit; `victims` for what is to be computed; `hit`. What is computed becomes
+    `stored`, from the root down. At the end come `ended`, and `unpin` from the deepest up.
+
+    Args:
+        eviction: the policy, a name with options, or a class.
+        blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
+        recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
+        fallback: what follows when the policy raises, or answers what it must not. False: that
+            call and all later ones raise PolicyError. True: the policy is replaced by `lru`
+            over the spans as they were released, a warning is logged once, and nothing raises.
+
+    Attributes:
+        eviction: the policy that decides; after a fall-back `lru`.
+        blocks: size of the cache.
+        evictable: blocks that can be evicted.
+        failure: the first error of a policy; None as long as there was none.
+        failures: how many policies have failed.
+
+    Raises:
+        InputError: sizes below 1, or a policy that is in use already.
+        PolicyError: the policy cannot begin.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionPolicy | type[EvictionPolicy] | str,
+        blocks: int,
+        block_size: int,
+        *,
+        recompute: Callable[[int, int], float] | None = None,
+        fallback: bool = False,
+    ) -> None:
+        if type(blocks) is not int or blocks < 1:
+            msg = f"a host of {blocks!r} blocks: give a whole number above 0"
+            raise InputError(msg)
+        self.blocks = blocks
+        self.failure: PolicyError | None = None
+        self.failures = 0
+        self._dead: PolicyError | None = None  # where nothing falls back
+        self._geometry = BlockLayout("tokens", block_size, block_size, recompute)
+        self._fallback = fallback
+        policy = resolve("eviction", eviction, "lru")
+        policy.bind()
+        self._unused = deepcopy(policy)
+        self._begin(policy)
+
+    def __len__(self) -> int:
+        """Return the number of cached blocks."""
+        return len(self._spans) + len(self._orphans)
+
+    def __contains__(self, block: object) -> bool:
+        """Return True if the block is cached."""
+        return block in self._spans or block in self._orphans
+
+    def span(self, block: Block) -> Span:
+        """Return the span of a block. Raises KeyError if the policy does not know it."""
+        return self._spans[block]
+
+    # What the engine does.
+
+    def admitted(self, request: Id) -> None:
+        """Count an admission: what `request` hits and stores from now on is of this one.
+
+        Called before the blocks it hits are. Without it the first use counts as admission.
+        """
+        self._admissions += 1
+        self._orders[request] = self._admissions
+
+    def stored(  # noqa: C901, PLR0912 - one store, told from top to bottom
+        self,
+        block: Block,
+        parent: Block | None,
+        now: int,
+        *,
+        key: Key | None = None,
+        request: Id | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        priority_until: int | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Insert a block that can be hit from now on, pinned once. O(1) amortised.
+
+        Args:
+            block: the new block.
+            parent: the block before it; None, or one that the host does not know: the block
+                begins a prompt.
+            now: time in ns.
+            key: chained key of its content, which another block may have too; None: `block`.
+            request: who computed it; None: unknown, a request of its own.
+            priority: retention priority.
+            priority_until: until when (ns) it holds; None: always.
+            tenant: who sent the request.
+        """
+        if self._dead is not None:
+            raise self._dead
+        if block in self._spans or block in self._orphans:
+            msg = f"block {block!r} is stored already: let it leave by `victims` or `dropped`"
+            raise InputError(msg)
+        root = self._root
+        above = root if parent is None else self._spans.get(parent, root)
+        if key is None:
+            key = block
+        start = above.end
+        keys: list[Key] = above.path_keys  # type: ignore[assignment]
+        if above is root:
+            keys = [key]
+        elif len(keys) == start:
+            keys.append(key)
+        elif keys[start] != key:
+            # Another block continues the same path: this one needs a path of its own.
+            keys = [*keys[:start], key]
+        self._last_id += 1
+        serial = self._last_id
+        order = self._orders.get(request)
+        if order is None:
+            order = self._order(request)
+        span = Span(
+            serial, start, start + 1, above, 1, None, now, now, serial, order,
+            "" if request is None else request, 0, 0, priority, priority_until, None, tenant,
+            None, self._geometry, keys, None, None,
+        )  # fmt: skip
+        self._spans[block] = span
+        self._blocks[span] = block
+        if above.children is None:
+            above.children = {key: span}
+        elif above.children.setdefault(key, span) is not span:
+            above.children[key, serial] = span  # a duplicate
+        if above.ref_count:
+            above.ref_count += 1
+        else:
+            self._pin(above)
+        if (above.priority, above.priority_until) != (priority, priority_until):
+            raise_priority_above(span, now)
+        if self._on_insert is not None:
+            self._call("on_insert", self._on_insert, span, now)
+        if self._expires:
+            raise_expiry_above(span)
+
+    def pin(self, block: Block) -> None:
+        """Pin a block, and with it all before it: it is in use. O(spans that were not)."""
+        if self._dead is not None:
+            raise self._dead
+        span = self._spans.get(block)
+        if span is None:
+            self._orphans[block] = (self._orphans[block][0], self._orphans[block][1] + 1)
+        elif span.ref_count:
+            span.ref_count += 1
+        else:
+            self._pin(span)
+
+    def unpin(self, block: Block, now: int) -> None:
+        """Take back one pin of a block. Unpin a path from its deepest block up to the root."""
+        if self._dead is not None:
+            raise self._dead
+        span = self._spans.get(block)
+        if span is None:
+            self._orphans[block] = (self._orphans[block][0], self._orphans[block][1] - 1)
+        elif span.ref_count > 1:
+            span.ref_count -= 1
+        elif span.ref_count:
+            self._unpin(span, now)
+        else:
+            msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
+            raise InputError(msg)
+
+    def hit(
+        self,
+        blocks: Sequence[Block],
+        now: int,
+        request: Id | None = None,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Count that another request reuses `blocks`, which it has pinned. O(blocks).
+
+        Args:
+            blocks: from the first of its prompt on.
+            now: time in ns.
+            request: who hits them; None: unknown, a request of its own.
+            again: whether a preempted request finds its own blocks: they are used, not reused.
+        """
+        if self._dead is not None:
+            raise self._dead
+        if self._orphans:
+            self._adopt(blocks, now, request)
+        spans = self._spans
+        path = [spans[block] for block in blocks]
+        if again:
+            for span in path:
+                span.last_access = now
+            return
+        order, name = self._order(request), "" if request is None else request
+        for span in path:
+            span.hit_count += 1
+            span.last_hit_order = order
+            span.last_request = name
+            span.last_access = now
+        if self._on_access is None:
+            return
+        below: int | None = 0
+        for span in reversed(path):
+            before = span.expires
+            if self._on_access is not None:
+                self._call("on_access", self._on_access, span, now)
+            if self._expires:
+                below = raise_expiry(span, before, below)
+
+    def hinted(self, block: Block, request: Request, now: int) -> None:
+        """Give the path down to `block` the retention priorities that `request` asks for."""
+        if request.retention:
+            apply_hints(
+                self._spans[block], priority_steps(request, self._geometry.block_size), now
+            )
+
+    def victims(
+        self, count: int, protected: Iterable[Block] = (), *, now: int, requester: Id = ""
+    ) -> list[Block] | None:
+        """Evict exactly `count` blocks, or none.
+
+        Args:
+            count: how many.
+            protected: blocks that must stay. To the policy they are in use for the time of
+                this call, and so released at its end, deepest first.
+            now: time in ns.
+            requester: id of the request that needs the room.
+
+        Returns:
+            The blocks in the order in which they leave: the host does not know them any more.
+            None if not so many can be evicted; then nothing has changed.
+
+        Raises:
+            PolicyError: the policy failed, and there is no fall-back.
+        """
+        if self._dead is not None:
+            raise self._dead
+        kept = set(protected)
+        orphans: list[Block] = [
+            block
+            for block, (_, pins) in self._orphans.items()
+            if not pins and block not in kept
+        ]
+        rest = max(0, count - len(orphans))
+        known = [self._spans[block] for block in kept if block in self._spans]
+        known.sort(key=attrgetter("start"), reverse=True)
+        if rest > self.evictable - _unpinned_above(known):
+            return None
+        for span in known:
+            if span.ref_count:
+                span.ref_count += 1
+            else:
+                self._pin(span)
+        evicted = orphans[:count]
+        for block in evicted:
+            del self._orphans[block]
+        self.eviction.requester = requester
+        for _ in range(rest):
+            span = self._victim(now)
+            evicted.append(self._blocks[span])
+            self._remove(span, "capacity")
+        for span in known:
+            if span.ref_count > 1:
+                span.ref_count -= 1
+            else:
+                self._unpin(span, now)
+        return evicted
+
+    def dropped(self, block: Block, now: int, reason: str = "gone") -> None:
+        """Remove a block that the engine has lost. O(blocks cached below it).
+
+        The policy's `on_remove` gets the `reason`.
+
+        What is below cannot be hit, unless the lost block is stored again and a request hits it
+        there. Until then the policy does not know them, and they are the first victims.
+        """
+        if self._dead is not None:
+            raise self._dead
+        if self._orphans.pop(block, None) is not None:
+            return
+        top = self._spans[block]
+        order = [top]
+        for span in order:
+            order.extend((span.children or {}).values())
+        for span in reversed(order):
+            # Below it there is nothing any more, so all pins are its own.
+            pins, name, key = span.ref_count, self._blocks[span], span.path_keys[span.start]
+            if pins:
+                span.ref_count = 1
+                self._unpin(span, now)
+            self._remove(span, reason)
+            if span is not top:
+                self._orphans[name] = key, pins
+
+    def expired(self, block: Block, now: int) -> bool:
+        """Return True if the policy has let a block expire: it must not be hit any more.
+
+        For the engine to ask on look-up, and then to drop the block.
+        """
+        span = self._spans.get(block)
+        expires = None if span is None or span.ref_count else span.expires
+        return expires is not None and expires <= now
+
+    def clear(self) -> None:
+        """Remove all blocks, pinned or not, and begin again with a policy that is new."""
+        self._begin(deepcopy(self._unused))
+
+    # What the policy hears of requests.
+
+    def missed(self, request: Request, hit_blocks: int, now: int) -> None:
+        """Say that `request` hits `hit_blocks` blocks, and not all of its prompt it could."""
+        if self._on_miss is not None:
+            self._call("on_miss", self._on_miss, request, hit_blocks, now)
+
+    def queued(self, request: Request, now: int, *, front: bool = False) -> None:
+        """Say that `request` has entered the waiting queue: it arrived, or was preempted."""
+        if self._on_queued is not None:
+            self._call("on_queued", self._on_queued, request, now, front=front)
+
+    def dequeued(self, request: Request, now: int) -> None:
+        """Say that `request` has left the waiting queue."""
+        if self._on_dequeued is not None:
+            self._call("on_dequeued", self._on_dequeued, request, now)
+
+    def ended(self, request: Request, now: int) -> None:
+        """Say that `request` has ended; its blocks are released next."""
+        if self._on_end is not None:
+            self._call("on_end", self._on_end, request, now)
+        self._orders.pop(request.id, None)
+
+    # Inside.
+
+    def _begin(self, policy: EvictionPolicy) -> None:
+        """Begin with an empty cache, of which `policy` has not heard."""
+        self._root = Span(
+            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
+            None, self._geometry, (), None, None,
+        )  # fmt: skip
+        self._spans: dict[Block, Span] = {}
+        self._blocks: dict[Span, Block] = {}
+        # Cached below what was lost: their keys, and how often they are pinned.
+        self._orphans: dict[Block, tuple[Key, int]] = {}
+        self._orders: dict[Id | None, int] = {}
+        self._last_id = self._released = self._admissions = 0
+        self.evictable = 0
+        self._ask(policy)
+
+    def _ask(self, policy: EvictionPolicy) -> None:
+        """Let `policy` decide from now on."""
+        self.eviction = policy
+        self._expires = policy.expires_spans
+        self._on_insert = find_override(policy, "on_insert")
+        self._on_access = find_override(policy, "on_access")
+        self._on_pin = find_override(policy, "on_pin")
+        self._on_release = find_override(policy, "on_release")
+        self._on_leaf = find_override(policy, "on_leaf")
+        self._on_remove = find_override(policy, "on_remove")
+        self._on_miss = find_override(policy, "on_miss")
+        self._on_queued = find_override(policy, "on_queued")
+        self._on_dequeued = find_override(policy, "on_dequeued")
+        self._on_end = find_override(policy, "on_end")
+        self._call("attach", policy.attach, self.blocks, self._geometry.block_size)
+
+    def _order(self, request: Id | None) -> int:
+        """Return the serial of the admission of `request`."""
+        if request is None:
+            self._admissions += 1
+            return self._admissions
+        if request not in self._orders:
+            self.admitted(request)
+        return self._orders[request]
+
+    # A span counts the pins of its block, and one for each child that is pinned. So the spans
+    # above a pinned one are pinned, and a path is pinned and released in the order of KVCache.
+
+    def _pin(self, span: Span) -> None:
+        """Pin a span that was not, and those above it that were not."""
+        while True:
+            span.ref_count += 1
+            if span.ref_count > 1:
+                return
+            self.evictable -= 1
+            if self._on_pin is not None:
+                self._call("on_pin", self._on_pin, span)
+            span = span.parent  # type: ignore[assignment]
+
+    def _unpin(self, span: Span, now: int) -> None:
+        """Take back the last pin of a span, and so one of the span above it."""
+        while True:
+            span.ref_count -= 1
+            if span.ref_count:
+                return
+            self.evictable += 1
+            self._released += 1
+            span.released_order = self._released
+            if self._on_release is not None:
+                self._call("on_release", self._on_release, span, now)
+            if self._expires and span.children:
+                times = [child.expires for child in span.children.values()]
+                latest = None if None in times else max(filter(None, times), default=0)
+                raise_expiry(span, span.expires, latest)
+            span = span.parent  # type: ignore[assignment]
+
+    def _adopt(self, blocks: Sequence[Block], now: int, request: Id | None) -> None:
+        """Store those of `blocks` again that had lost a block before them."""
+        parent: Block | None = None
+        for block in blocks:
+            if block in self._orphans:
+                key, pins = self._orphans.pop(block)
+                self.stored(block, parent, now, key=key, request=request)
+                self._spans[block].ref_count = max(pins, 1)
+                if not pins:
+                    self._unpin(self._spans[block], now)
+            parent = block
+
+    def _victim(self, now: int) -> Span:
+        """Return the unpinned leaf that the policy wants to evict."""
+        try:
+            span = self.eviction.victim(now)
+        except FAILURES as error:
+            self._fail(policy_error(self.eviction, "victim", error), error)
+            return self.eviction.victim(now)
+        if span.__class__ is Span and not span.ref_count and not span.children:
+            if span in self._blocks:
+                return span
+            why = f"{span!r}, which is not cached here"
+        elif not isinstance(span, Span):
+            why = f"{span!r}, which is no span"
+        elif span.ref_count:
+            why = f"{span!r}, which is pinned"
+        else:
+            why = f"{span!r}, which has children: only leaves can go"
+        why += f"; {self.evictable} blocks are evictable"
+        self._fail(wrong_answer(self.eviction, "victim()", why))
+        return self.eviction.victim(now)
+
+    def _remove(self, span: Span, reason: str) -> None:
+        """Remove an unpinned leaf.
+
+        When `on_remove` is called its parent has lost it, and can still be read.
+        """
+        parent: Span = span.parent  # type: ignore[assignment]
+        children = parent.children
+        assert children is not None
+        key = span.path_keys[span.start]
+        if children.get(key) is span:
+            del children[key]
+        else:
+            del children[key, span.id]
+        del self._spans[self._blocks.pop(span)]
+        self.evictable -= 1
+        if self._on_remove is not None:
+            self._call("on_remove", self._on_remove, span, reason)
+        span.parent = None
+        if not children and not parent.ref_count and self._on_leaf is not None:
+            self._call("on_leaf", self._on_leaf, parent)
+
+    def _call(self, method: str, hook: Callable[..., Any], *args: Any, **more: Any) -> None:
+        """Call a method of the policy. All that the host knows is right already."""
+        try:
+            hook(*args, **more)
+        except FAILURES as error:
+            self._fail(policy_error(self.eviction, method, error), error)
+
+    def _fail(self, failure: PolicyError, error: BaseException | None = None) -> None:
+        """Raise `failure`, or let `lru` decide from now on."""
+        self.failures += 1
+        if self.failure is None:
+            self.failure = failure
+        if not self._fallback:
+            self._dead = failure
+            raise failure from error
+        if self.failures == 1:
+            _log.warning("%s; least recently used blocks are evicted from now on", failure)
+        lru: EvictionPolicy = resolve("eviction", "lru")
+        self._unused = deepcopy(lru)
+        self._ask(lru)
+        unpinned = [span for span in self._blocks if not span.ref_count]
+        for span in sorted(unpinned, key=attrgetter("released_order")):
+            lru.on_release(span, 0)
+
+
+def _unpinned_above(spans: Iterable[Span]) -> int:
+    """Return how many spans pins of `spans` would pin. O(those)."""
+    found: set[Span] = set()
+    for span in spans:
+        while not span.ref_count and span not in found:
+            found.add(span)
+            span = span.parent  # type: ignore[assignment]  # noqa: PLW2901
+    return len(found)

@@ -1,0 +1,77 @@
+"""What an adapter is asked to do: the policy and the recording, by the environment."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+from kvcore.cache import EvictionPolicy
+from kvcore.errors import InputError
+from kvcore.plugins import resolve
+
+EVICTION = "KVCORE_EVICTION"
+"""Variable with the policy: a name with options, or the path of a TOML file of settings."""
+
+TRACE = "KVCORE_TRACE"
+"""Variable with the path of the recording; without it nothing is recorded."""
+
+
+@attrs.frozen
+class HostSettings:
+    """The settings of an adapter.
+
+    Engines load a policy by the name of a class and pass no options, in processes that they
+    start themselves. What such processes share is the environment.
+
+    Attributes:
+        eviction: name of the policy, with options, such as `slru:protected=0.8`.
+        trace: where the decisions are recorded; None: they are not.
+    """
+
+    eviction: str = "lru"
+    trace: Path | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> HostSettings:
+        """Return what `KVCORE_EVICTION` and `KVCORE_TRACE` ask for.
+
+        Raises:
+            InputError: no such policy or option, or a file that cannot be read.
+        """
+        environment = os.environ if environment is None else environment
+        eviction = environment.get(EVICTION, "").strip()
+        settings = _read(eviction) if eviction.endswith(".toml") else {"eviction": eviction}
+        trace = environment.get(TRACE) or settings.get("trace")
+        found = cls(settings.get("eviction") or "lru", Path(trace) if trace else None)
+        try:
+            found.build()
+        except InputError as error:
+            msg = f"{EVICTION}={eviction!r}: {error}"
+            raise InputError(msg) from error
+        return found
+
+    def build(self) -> EvictionPolicy:
+        """Return a new policy."""
+        policy: EvictionPolicy = resolve("eviction", self.eviction)
+        return policy
+
+
+def _read(path: str) -> dict[str, str]:
+    """Return the settings of a TOML file."""
+    try:
+        settings = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        msg = f"{EVICTION}={path!r} cannot be read: {error}"
+        raise InputError(msg) from error
+    known = [each.name for each in attrs.fields(HostSettings)]
+    for name, value in settings.items():
+        if name not in known or not isinstance(value, str):
+            msg = (
+                f"{path}: {name} = {value!r} is no setting; there are, as text: eviction, trace"
+            )
+            raise InputError(msg)
+    return settings
