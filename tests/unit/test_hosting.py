@@ -1,0 +1,420 @@
+"""The host of a policy where an engine owns the blocks: order of calls, pins, fall-backs."""
+
+import logging
+from random import Random
+
+import pytest
+
+from kvcore import EvictionPolicy, InputError, PolicyError, Request
+from kvcore.hosting import HostSettings, PolicyHost
+from kvcore_plugins.eviction import LRU
+
+CALLBACKS = ("on_insert", "on_access", "on_pin", "on_release", "on_leaf", "on_remove")
+
+
+class Witness(LRU):
+    """Least recently used; writes down what it hears, by the keys of spans."""
+
+    name = "witness"
+
+    def __init__(self):
+        self.heard = []
+
+    def victim(self, now):
+        """Write down who needs room."""
+        self.heard.append(("victim", self.requester))
+        return super().victim(now)
+
+
+def _witnessed(method):
+    def called(self, span, *rest):
+        getattr(super(Witness, self), method)(span, *rest)
+        self.heard.append((method, span.path_keys[span.start]))
+
+    return called
+
+
+for _method in CALLBACKS:
+    setattr(Witness, _method, _witnessed(_method))
+
+
+def make(policy=None, *, blocks=8, **options):
+    """Return the host of a policy."""
+    return PolicyHost(policy or Witness(), blocks, 16, **options)
+
+
+def store(host, path, *, now=0, request=None, below=None):
+    """Store the blocks of a path, each pinned once; return them."""
+    parent = below
+    for block in path:
+        host.stored(block, parent, now, request=request)
+        parent = block
+    return list(path)
+
+
+def release(host, path, now=0):
+    """Unpin the blocks of a path, deepest first."""
+    for block in reversed(path):
+        host.unpin(block, now)
+
+
+def heard(host):
+    """Return what the policy has heard since the last time."""
+    calls = list(host.eviction.heard)
+    host.eviction.heard.clear()
+    return calls
+
+
+def test_an_admission_is_told_as_a_cache_tells_it():
+    """Pins deepest first, then victims, then accesses deepest first, then what is stored."""
+    host = make()
+    release(host, store(host, "abc"))
+    release(host, store(host, "xy"))
+    heard(host)
+    for block in "ba":
+        host.pin(block)
+    assert host.victims(2, now=5, requester=7) == ["c", "y"]
+    host.hit("ab", 5, 7)
+    host.stored("d", "b", 5, request=7)
+    assert heard(host) == [
+        *[("on_pin", "b"), ("on_pin", "a")],
+        *[("victim", 7), ("on_remove", "c"), ("victim", 7), ("on_remove", "y")],
+        *[("on_leaf", "x"), ("on_access", "b"), ("on_access", "a"), ("on_insert", "d")],
+    ]
+
+
+def test_a_path_is_released_from_its_deepest_block():
+    """A block whose children are in use is not released before them."""
+    host = make()
+    path = store(host, "abc")
+    host.unpin("a", 0)
+    assert host.evictable == 0
+    heard(host)
+    host.unpin("c", 0)
+    host.unpin("b", 0)
+    assert heard(host) == [("on_release", "c"), ("on_release", "b"), ("on_release", "a")]
+    assert [host.span(block).released_order for block in path] == [3, 2, 1]
+
+
+def test_a_pin_holds_all_that_is_before_it():
+    """A transfer that pins the end of a prompt alone keeps its beginning too."""
+    host = make()
+    release(host, store(host, "abc"))
+    host.pin("c")
+    assert (host.evictable, host.victims(1, now=0)) == (0, None)
+    host.unpin("c", 0)
+    assert host.victims(3, now=0) == ["c", "b", "a"]
+
+
+def test_on_remove_the_parent_has_lost_its_child():
+    """And both can still be read; afterwards the span has no parent."""
+    seen = []
+
+    class Looking(LRU):
+        name = "looking"
+
+        def on_remove(self, span, reason):
+            super().on_remove(span, reason)
+            seen.append((span.parent.path_keys[0], dict(span.parent.children), span.keys()))
+
+    host = make(Looking())
+    release(host, store(host, "ab"))
+    span = host.span("b")
+    assert host.victims(1, now=0) == ["b"]
+    assert seen == [("a", {}, ["b"])]
+    assert span.parent is None
+
+
+def test_all_or_none():
+    """Too many victims are refused, and the policy hears of nothing."""
+    host = make()
+    release(host, store(host, "abc"))
+    heard(host)
+    assert host.victims(3, "a", now=0) is None
+    assert host.victims(4, now=0) is None
+    assert (heard(host), len(host), host.evictable) == ([], 3, 3)
+
+
+def test_protected_blocks_stay():
+    """With all before them; to the policy they are used until the call ends."""
+    host = make()
+    for path in ("ab", "xy"):
+        release(host, store(host, path))
+    assert host.victims(2, {"b", "unknown"}, now=0) == ["y", "x"]
+    assert host.victims(2, now=0) == ["b", "a"]
+
+
+def test_the_statistics_of_a_hit():
+    """Spans have the count, the time and the admission; of a request that returns, the time."""
+    host = make()
+    store(host, "ab", now=1, request="one")
+    host.hit("ab", 4, "two")
+    host.hit("a", 6, "two", again=True)
+    spans = [host.span(block) for block in "ab"]
+    assert [(s.hit_count, s.created, s.last_access, s.last_request) for s in spans] == [
+        (1, 1, 6, "two"),
+        (1, 1, 4, "two"),
+    ]
+    assert spans[0].last_hit_order == spans[1].last_hit_order == spans[0].created_order + 1
+
+
+def test_admissions_are_counted_by_request():
+    """Uses of one admission have one serial; when it has ended, the next is another."""
+    host = make()
+    store(host, "ab", request=1)
+    host.admitted(2)
+    store(host, "c", request=1)
+    store(host, "d", request=2)
+    host.ended(Request(id=2, prompt_tokens=1, key_tokens=16), 0)
+    store(host, "e", request=2)
+    assert [host.span(block).last_hit_order for block in "abcde"] == [1, 1, 1, 2, 3]
+
+
+def test_paths_have_their_keys():
+    """Also where they part, and where the same block comes again."""
+    host = make()
+    store(host, "abc")
+    store(host, "xy", below="a")
+    release(host, "c")
+    host.victims(1, now=0)
+    store(host, "c", below="b")
+    assert ["".join(host.span(block).keys()) for block in "abcxy"] == list("abcxy")
+    paths = [host.span(block).path_keys[: host.span(block).end] for block in "cy"]
+    assert paths == [["a", "b", "c"], ["a", "x", "y"]]
+    assert [host.span(block).start for block in "abcxy"] == [0, 1, 2, 1, 2]
+
+
+def test_two_blocks_of_one_key():
+    """Engines keep duplicates: each is a span of its own, and either may leave first."""
+    host = make()
+    host.stored(1, None, 0, key="a")
+    host.stored(2, 1, 0, key="b")
+    host.stored(3, 1, 0, key="b")
+    host.stored(4, 3, 0, key="c")
+    for block in (4, 3, 2, 1):
+        host.unpin(block, 0)
+    assert host.span(4).path_keys == ["a", "b", "c"]
+    assert host.victims(4, now=0) == [4, 3, 2, 1]
+
+
+def test_what_lies_below_a_lost_block_goes_first():
+    """The policy forgets it, whether in use or not, and it is evicted once it is not."""
+    host = make()
+    release(host, store(host, "abcd"))
+    release(host, store(host, "x"))
+    host.pin("d")
+    heard(host)
+    host.dropped("b", 1)
+    assert heard(host)[0] == ("on_release", "d")
+    assert "b" not in host
+    assert (len(host), host.evictable, host.victims(4, now=1)) == (4, 2, None)
+    assert host.victims(1, now=1) == ["c"]
+    host.unpin("d", 1)
+    assert host.victims(2, "d", now=1) == ["x", "a"]
+    assert host.victims(1, now=1) == ["d"]
+
+
+def test_what_lies_below_a_lost_block_may_be_hit_again():
+    """Once the lost block is stored again, a request that hits below it brings it back."""
+    host = make()
+    path = store(host, "abc")
+    release(host, path)
+    host.dropped("a", 0)
+    host.pin("c")
+    store(host, "a")
+    host.pin("b")
+    host.hit("abc", 2, "later")
+    assert host.span("c").path_keys == ["a", "b", "c"]
+    release(host, "abc")
+    assert host.victims(3, now=3) == ["c", "b", "a"]
+
+
+def test_a_lost_block_that_nothing_follows():
+    """It leaves alone, also while it is pinned, and once it is unknown itself."""
+    host = make()
+    store(host, "abc")
+    host.dropped("c", 0)
+    host.dropped("a", 0)
+    host.dropped("b", 0)
+    assert (len(host), host.evictable) == (0, 0)
+
+
+def test_what_has_expired_must_not_be_hit():
+    """Says the policy; the engine drops it."""
+    host = make("ttl:ttl=1")
+    release(host, store(host, "ab"))
+    assert [host.expired(block, 10**9 - 1) for block in "ab"] == [False, False]
+    assert [host.expired(block, 10**9) for block in "ab"] == [True, True]
+    host.pin("a")
+    assert not host.expired("a", 10**9)
+
+
+def test_clear_begins_again():
+    """With a policy that knows nothing, whatever was pinned."""
+    host = make("arc")
+    store(host, "abc")
+    host.clear()
+    assert (len(host), host.evictable) == (0, 0)
+    release(host, store(host, "a"))
+    assert host.victims(1, now=0) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda host: host.stored("a", None, 0), "block 'a' is stored already"),
+        (lambda host: [host.unpin("a", 0) for _ in "12"], "block 'a' is not pinned"),
+        (lambda _host: make(blocks=0), "a host of 0 blocks: give a whole number above 0"),
+        (lambda host: PolicyHost(host.eviction, 8, 16), "is in use already"),
+    ],
+)
+def test_misuse_is_refused(call, text):
+    """By an error that says what to do."""
+    host = make()
+    store(host, "a")
+    with pytest.raises(InputError, match=text):
+        call(host)
+
+
+class Failing(LRU):
+    """Raises, or answers nonsense, in one method from its `after`th call on."""
+
+    name = "failing"
+
+    def __init__(self, method="victim", after=0, answer=None):
+        self.method, self.after, self.answer = method, after, answer
+
+    def fails(self, method):
+        """Return True if it is to fail now."""
+        self.after -= method == self.method
+        return method == self.method and self.after < 0
+
+    def victim(self, now):
+        """Fail, or decide."""
+        if not self.fails("victim"):
+            return super().victim(now)
+        if self.answer is not None:
+            return self.answer
+        msg = "no idea"
+        raise RuntimeError(msg)
+
+
+def _failing(method):
+    def called(self, span, *rest):
+        if self.fails(method):
+            msg = "no idea"
+            raise RuntimeError(msg)
+        getattr(super(Failing, self), method)(span, *rest)
+
+    return called
+
+
+for _method in CALLBACKS:
+    setattr(Failing, _method, _failing(_method))
+
+
+def test_without_a_fall_back_it_is_over():
+    """The call raises an error that names the policy, and so does every later one."""
+    host = make(Failing())
+    release(host, store(host, "ab"))
+    with pytest.raises(
+        PolicyError, match=r"'failing'.* raised RuntimeError in victim\(\)"
+    ) as first:
+        host.victims(1, now=0)
+    assert host.failure is first.value
+    for call in (
+        lambda: host.pin("a"),
+        lambda: host.victims(1, now=0),
+        lambda: store(host, "c"),
+    ):
+        with pytest.raises(PolicyError) as later:
+            call()
+        assert later.value is first.value
+
+
+@pytest.mark.parametrize("answer", ["text", EvictionPolicy, "pinned", "inner", "foreign"])
+def test_nonsense_is_a_failure(answer):
+    """An answer that is no unpinned leaf of this host."""
+    host, other = make(Failing()), make()
+    store(other, "f")
+    store(host, "ab")
+    store(host, "p")
+    release(host, "ab")
+    release(other, "f")
+    spans = {"pinned": host.span("p"), "inner": host.span("a"), "foreign": other.span("f")}
+    host.eviction.answer = spans.get(answer, answer)
+    with pytest.raises(PolicyError, match=r"answered victim\(\) with .*2 blocks are evictable"):
+        host.victims(1, now=0)
+
+
+def _random_run(host, seed):
+    """Drive a host at random, as an engine would; return what was evicted."""
+    random, stored, pinned, evicted = Random(seed), [], [], []
+    for now in range(300):
+        if random.random() < 0.4 and len(stored) < 8:
+            parent = random.choice([None, *stored])
+            host.stored(now, parent, now)
+            stored.append(now)
+            pinned.append(now)
+        elif pinned and random.random() < 0.6:
+            host.unpin(pinned.pop(random.randrange(len(pinned))), now)
+        elif stored and random.random() < 0.5:
+            block = random.choice(stored)
+            host.pin(block)
+            host.hit([block], now, now)
+            pinned.append(block)
+        else:
+            for block in host.victims(2, now=now) or ():
+                stored.remove(block)
+                evicted.append(block)
+    return evicted
+
+
+@pytest.mark.parametrize("method", ["attach", *CALLBACKS, "victim"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fall_back_is_what_lru_would_have_done(method, seed, caplog):
+    """Wherever a policy fails, `lru` goes on by the releases so far; here it was `lru`."""
+    expected = _random_run(make("lru"), seed)
+    policy = Failing(method, after=0 if method == "attach" else 5)
+    if method == "attach":
+        policy.attach = lambda *_sizes: 1 / 0
+    host = make(policy, fallback=True)
+    with caplog.at_level(logging.WARNING, "kvcore"):
+        assert _random_run(host, seed) == expected
+    assert (host.failures, host.eviction.name) == (1, "lru")
+    assert [record.name for record in caplog.records] == ["kvcore"]
+    assert "failing" in str(host.failure)
+
+
+def test_settings_of_the_environment(tmp_path):
+    """A name with options, or a file; and where to record."""
+    plain = HostSettings.from_environment({"KVCORE_EVICTION": "slru:protected=0.5"})
+    assert (plain.build().name, plain.build().protected, plain.trace) == ("slru", 0.5, None)
+    path = tmp_path / "kvcore.toml"
+    path.write_text('eviction = "arc"\ntrace = "day.jsonl.zst"\n')
+    settings = HostSettings.from_environment({"KVCORE_EVICTION": str(path)})
+    assert (settings.build().name, str(settings.trace)) == ("arc", "day.jsonl.zst")
+    other = {"KVCORE_EVICTION": str(path), "KVCORE_TRACE": "other.jsonl"}
+    assert str(HostSettings.from_environment(other).trace) == "other.jsonl"
+    assert HostSettings.from_environment({}) == HostSettings("lru", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("lur", "KVCORE_EVICTION='lur': .*'lru'"),
+        ("lru:size=3", "KVCORE_EVICTION='lru:size=3': .*size"),
+        ("nowhere.toml", "KVCORE_EVICTION='nowhere.toml' cannot be read"),
+        ('policy = "lru"', "policy = 'lru' is no setting; there are, as text: eviction, trace"),
+        ("eviction = 3", "eviction = 3 is no setting"),
+        ("eviction =", "cannot be read"),
+    ],
+)
+def test_wrong_settings_are_refused(text, error, tmp_path):
+    """By the variable, and what there is."""
+    if "=" in text and not text.startswith("lru"):
+        path = tmp_path / "kvcore.toml"
+        path.write_text(text)
+        text = str(path)
+    with pytest.raises(InputError, match=error):
+        HostSettings.from_environment({"KVCORE_EVICTION": text})
