@@ -316,19 +316,19 @@ class PolicyHost:
             raise self._dead
         if self._orphans.pop(block, None) is not None:
             return
-        top = self._spans[block]
-        order = [top]
-        for span in order:
-            order.extend((span.children or {}).values())
-        for span in reversed(order):
+        for span in self._branch(block):
             # Below it there is nothing any more, so all pins are its own.
             pins, name, key = span.ref_count, self._blocks[span], span.path_keys[span.start]
             if pins:
                 span.ref_count = 1
                 self._unpin(span, now)
             self._remove(span, reason)
-            if span is not top:
+            if name != block:
                 self._orphans[name] = key, pins
+
+    def branch(self, block: Block) -> list[Block]:
+        """Return a block and all that is cached below it, leaves first. O(those)."""
+        return [self._blocks[span] for span in self._branch(block)]
 
     def expired(self, block: Block, now: int) -> bool:
         """Return True if the policy has let a block expire: it must not be hit any more.
@@ -438,6 +438,12 @@ class PolicyHost:
                 latest = None if None in times else max(filter(None, times), default=0)
                 raise_expiry(span, span.expires, latest)
             span = span.parent  # type: ignore[assignment]
+
+    def _branch(self, block: Block) -> list[Span]:
+        order = [self._spans[block]]
+        for span in order:
+            order.extend((span.children or {}).values())
+        return order[::-1]
 
     def _adopt(self, blocks: Sequence[Block], now: int, request: Id | None) -> None:
         """Store those of `blocks` again that had lost a block before them."""
