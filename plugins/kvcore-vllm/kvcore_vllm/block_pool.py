@@ -22,7 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from kvcore import InputError, Request
-from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
+from kvcore.hosting import HostSettings, PolicyHost
+EngineRecorder = None
 from kvcore.request import KEY_BYTES
 
 # A child of vLLM's logger, whose lines a server prints.
@@ -455,7 +456,8 @@ class _Hosted:
                 f"Start the server with --scheduler-cls kvcore_vllm.{other}"
             )
             raise InputError(msg)
-        if self.connector is not None and _looks_ahead(self.vllm_config):
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector_extra_config.get("lazy_offload"):
             _refuse(
                 "its KV connector reads ahead in vLLM's order what will be evicted",
                 "with lazy_offload=false in its kv_connector_extra_config",
@@ -489,9 +491,3 @@ class SyncScheduler(_Hosted, VllmScheduler):  # type: ignore[misc, unused-ignore
     """vLLM's synchronous scheduler (`--no-async-scheduling`), with blocks in that order."""
 
     synchronous = True
-
-
-def _looks_ahead(config: Any) -> bool:
-    """Return True if a KV connector offloads what is next in the queue of free blocks."""
-    extra = config.kv_transfer_config.kv_connector_extra_config or {}
-    return str(extra.get("lazy_offload", False)).lower() not in {"false", "0", ""}
