@@ -50,19 +50,16 @@ class Outcome:
         return attrs.astuple(self)[:-1]
 
 
-def conversations(requests: int | None = None, *, whole: bool = False) -> Iterable[Request]:
+def conversations(requests: int | None = None) -> Iterable[Request]:
     """Return the first requests of the bundled trace, with keys for full blocks alone.
 
-    The last block of a prompt of whole blocks is never hit, and vLLM keeps it once for each
-    request. Unless `whole`, such a prompt is a token shorter. Keys are the bytes of vLLM's
-    hashes, and ids texts, since some policies hash them.
+    No prompt is of whole blocks, so no last block is computed twice, which vLLM would keep.
+    Keys are the bytes of vLLM's hashes, and ids texts, since some policies hash them.
     """
     for request in islice(Mooncake(), requests):
-        tokens = request.prompt_tokens
-        if not whole and tokens % SIZE == 0:
-            tokens -= 1
-        keys = [key.to_bytes(16, "big") for key in request.keys[: tokens // SIZE]]
-        yield attrs.evolve(request, id=str(request.id), prompt_tokens=tokens, keys=keys)
+        count = request.prompt_tokens // SIZE
+        keys = [key.to_bytes(16, "big") for key in request.keys[:count]]
+        yield attrs.evolve(request, id=str(request.id), keys=keys)
 
 
 def serve(pool, requests: Iterable[Request], together: int = 8) -> Outcome:

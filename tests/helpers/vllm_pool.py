@@ -13,8 +13,29 @@ from vllm.v1.request import Request, RequestStatus
 from kvcore.plugins import resolve
 
 
+class _Tokens:
+    """The tokens of a prompt, of which nothing but their number is ever asked."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        """Return their number."""
+        return self.count
+
+    def copy(self):
+        """Return them."""
+        return self
+
+
 class VllmPool:
     """vLLM's cache manager with a pool of `blocks`, besides the one that it never uses.
+
+    Args:
+        eviction: a policy; None: vLLM's own order.
+        blocks: blocks of the pool.
+        trace: where to record.
+        watched: whether what leaves is written down, which takes time.
 
     Attributes:
         manager: vLLM's cache manager.
@@ -23,17 +44,20 @@ class VllmPool:
         hit: tokens that hit.
     """
 
-    def __init__(self, eviction, blocks, *, trace=None) -> None:
+    def __init__(self, eviction, blocks, *, trace=None, watched=True) -> None:
         self.manager = cache_manager(blocks + 1, SIZE)
         self.left, self.hit, self.now = [], 0, 0
         pool = self.manager.block_pool
-        self.hashes = pool.cached_block_hash_to_block = Hashes()
+        if watched:
+            self.hashes = pool.cached_block_hash_to_block = Hashes()
         self.host = None
         if eviction is not None:
             settings = SimpleNamespace(
                 eviction=eviction, trace=trace, build=lambda: resolve("eviction", eviction)
             )
             self.host = host_blocks(self.manager, settings, lambda: self.now)
+        if not watched:
+            return
         remove = pool._remove_cached_block_hashes
 
         def removed(block):
@@ -47,7 +71,7 @@ class VllmPool:
         """Return the request as vLLM has it; its tokens mean nothing."""
         return Request(
             request_id=request.id,
-            prompt_token_ids=[0] * request.prompt_tokens,
+            prompt_token_ids=_Tokens(request.prompt_tokens),
             sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
             pooling_params=None,
             block_hasher=lambda job: [] if job.block_hashes else request.keys,

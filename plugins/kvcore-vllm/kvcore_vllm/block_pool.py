@@ -106,12 +106,10 @@ class PolicyQueue:
     def append_n(self, blocks: list[Any]) -> None:
         """Free blocks, the deepest of a request first."""
         self.num_free_blocks += len(blocks)
-        host, now = self.host, self.clock()
-        for block in blocks:
-            if block.block_id in host:
-                host.unpin(block.block_id, now)
-            else:
-                self._read.append(block)
+        cached = [block.block_id for block in blocks if block.block_hash is not None]
+        if len(cached) < len(blocks):
+            self._read += [block for block in blocks if block.block_hash is None]
+        self.host.unpin_run(cached, self.clock())
 
     def remove(self, block: Any) -> None:
         """Take a free block back into use."""
@@ -213,14 +211,15 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
             request, blocks, num_cached_blocks, num_full_blocks, *args, **more
         )
         queue = self.free_block_queue
-        stored, now = queue.host.stored, queue.clock()
-        name, hashes, tenant = request.request_id, request.block_hashes, request.cache_salt
-        parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
-        for index in range(num_cached_blocks, num_full_blocks):
-            block = blocks[index].block_id
-            key = hashes[index][:KEY_BYTES]
-            stored(block, parent, now, key=key, request=name, tenant=tenant)
-            parent = block
+        name, now, new = request.request_id, queue.clock(), slice(num_cached_blocks, num_full_blocks)
+        queue.host.stored_run(
+            [block.block_id for block in blocks[new]],
+            blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None,
+            now,
+            keys=[each[:KEY_BYTES] for each in request.block_hashes[new]],
+            request=name,
+            tenant=request.cache_salt,
+        )
         if self.recorder is not None:
             self.recorder.committed(name, blocks=num_full_blocks, now=now)
 
@@ -234,9 +233,13 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         self._record_lost(hashes)
 
     def move_block_hashes(self, src_block: Any, dst_block: Any) -> None:
-        """Move cached content; the policy does not know where it is from then on."""
+        """Move the cached content of a block; to the policy it is new, without a parent."""
         super().move_block_hashes(src_block, dst_block)
-        self.free_block_queue.lose(src_block)
+        queue = self.free_block_queue
+        queue.lose(src_block)
+        if dst_block.block_hash is not None:
+            key = dst_block.block_hash[:-_GROUP_BYTES][:KEY_BYTES]
+            queue.host.stored(dst_block.block_id, None, queue.clock(), key=key)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content, if no block is in use."""
