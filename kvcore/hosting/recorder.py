@@ -185,7 +185,7 @@ class EngineRecorder:
         self._accounting = accounting
         self._duplicates = duplicates
         self._begun: int | None = None
-        self._flushed = 0
+        self._now = self._flushed = 0
         self._requests: dict[Id, _Recorded] = {}
         self._uses: Counter[Id] = Counter()
         # How many blocks of the engine have a key, where these are not one; and how many it
@@ -265,11 +265,11 @@ class EngineRecorder:
         each.admitted = True
         if more:
             for key in seq.keys[seq.span.end : hit]:
-                if key in self._orphans:
-                    self._copies[key] = self._orphans.pop(key)
-                elif key not in self._index.spans:
+                copies = self._orphans.pop(key, 0)
+                if copies > 1:
+                    self._copies[key] = copies
+                elif not copies and key not in self._index.spans:
                     self._disagree("hit", "it hits blocks that are not cached")
-                    break
             self._commit(seq, hit, now)
 
     @_guarded
@@ -496,7 +496,7 @@ class EngineRecorder:
         """Return a time as the trace has it. From time to time all so far goes to the file."""
         if self._begun is None:
             self._begun = now
-        now = max(now - self._begun, self._cache.now)
+        self._now = now = max(now - self._begun, self._now)
         if now > self._flushed + FLUSH_NS:
             self._flushed = now
             assert self._trace is not None
@@ -524,7 +524,7 @@ class EngineRecorder:
         """Write the ends of what is open, and END."""
         assert self._trace is not None
         for name, each in [*self._requests.items()]:
-            self._close(name, each, self._cache.now, 0)
+            self._close(name, each, self._now, 0)
         self._trace.close()
 
     def _stop(self, error: Exception) -> None:

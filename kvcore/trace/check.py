@@ -679,12 +679,13 @@ class TraceChecker:
         if seq is None:
             self._must_not_fit(self.state.prompt(event.request))
             return
-        # By the wall clock a client may leave before its prompt is computed.
-        output = getattr(event, "output", 1)
-        if event.event in ("FIRST_TOKEN", "FINISH") and (
-            output or self.state.header.mode != "wall"
-        ):
-            self._must_have_blocks(seq, output)
+        if event.event == "FIRST_TOKEN":
+            self._must_have_blocks(seq, 1)
+        elif event.event == "FINISH":
+            # By the wall clock a client may leave before its prompt is computed.
+            early = seq.resumed or not event.output
+            if not (early and self.state.header.mode == "wall"):
+                self._must_have_blocks(seq, event.output)
         if closes:
             self._next = ("FREE", seq.id, "close")
 
