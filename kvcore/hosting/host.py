@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -253,6 +254,9 @@ class PolicyHost:
             self._adopt(blocks, now, request)
         spans = self._spans
         path = [spans[block] for block in blocks]
+        if any(below.parent is not span for span, below in pairwise(path)):
+            # Of a block that is a duplicate, the engine found another than its child's parent.
+            path = _closed_path(path)
         if again:
             for span in path:
                 span.last_access = now
@@ -579,3 +583,14 @@ def _unpinned_above(spans: Iterable[Span]) -> int:
             found.add(span)
             span = span.parent  # type: ignore[assignment]  # noqa: PLW2901
     return len(found)
+
+
+def _closed_path(path: list[Span]) -> list[Span]:
+    """Return spans, and all above them, parents before children."""
+    found: dict[Span, None] = {}
+    for span in path:
+        above: Span | None = span
+        while above is not None and above.parent is not None and above not in found:
+            found[above] = None
+            above = above.parent
+    return sorted(found, key=attrgetter("start"))
