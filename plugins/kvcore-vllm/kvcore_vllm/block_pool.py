@@ -7,11 +7,11 @@ stays vLLM's code, but for the block that leaves next.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import attrs
@@ -22,8 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from kvcore import InputError, Request
-from kvcore.hosting import HostSettings, PolicyHost
-EngineRecorder = None
+from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
 from kvcore.request import KEY_BYTES
 
 # A child of vLLM's logger, whose lines a server prints.
@@ -45,7 +44,7 @@ class PolicyQueue:
         host: the host of the policy; its blocks are named by their ids.
         clock: returns the time in ns.
         requester: id of the request that allocates.
-        left: hashes of the blocks that have left, for a recording; None without one.
+        left: keys of the blocks that have left, for a recording; None without one.
     """
 
     def __init__(self, pool: Any, host: PolicyHost, clock: Callable[[], int]) -> None:
@@ -75,7 +74,7 @@ class PolicyQueue:
             if len(ids) < missing:
                 victims += self._last_resort(missing - len(ids))
             if self.left is not None:
-                self.left += [block.block_hash for block in victims if block.block_hash]
+                self.left += [_key(block.block_hash) for block in victims if block.block_hash]
             found += victims
         return found
 
@@ -151,11 +150,13 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         opening: the request that is being admitted, and whether for the first time.
         hits: the blocks that it hits.
         recorder: where the decisions are written; None: nowhere.
+        named: how many keys of each request are written.
     """
 
     opening: tuple[Request, bool] | None = None
     hits: Sequence[Any] = ()
     recorder: EngineRecorder | None = None
+    named: dict[str, int]
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Take cached blocks into use, the deepest first, as a policy expects it."""
@@ -175,8 +176,9 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         if opening is not None:
             self.opened(num_blocks)
         elif recorder is not None:
+            evicted, queue.left = queue.left, []
             recorder.extended(
-                queue.requester, blocks=num_blocks, evicted=self._evicted(), now=queue.clock()
+                queue.requester, blocks=num_blocks, evicted=evicted, now=queue.clock()
             )
         return new
 
@@ -193,8 +195,9 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
             queue.host.hit(ids, now, request.id, again=not first)
             queue.host.hinted(ids[-1], request, now)
         if self.recorder is not None:
+            evicted, queue.left = queue.left, []
             self.recorder.opened(
-                request.id, hit=len(hits), blocks=blocks, evicted=self._evicted(), now=now
+                request.id, hit=len(hits), blocks=blocks, evicted=evicted, now=now
             )
 
     def cache_full_blocks(
@@ -210,27 +213,33 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, *args, **more
         )
-        queue = self.free_block_queue
-        name, now, new = request.request_id, queue.clock(), slice(num_cached_blocks, num_full_blocks)
+        queue, new = self.free_block_queue, slice(num_cached_blocks, num_full_blocks)
+        name, now, hashes = request.request_id, queue.clock(), request.block_hashes
         queue.host.stored_run(
             [block.block_id for block in blocks[new]],
             blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None,
             now,
-            keys=[each[:KEY_BYTES] for each in request.block_hashes[new]],
+            keys=[each[:KEY_BYTES] for each in hashes[new]],
             request=name,
             tenant=request.cache_salt,
         )
         if self.recorder is not None:
-            self.recorder.committed(name, blocks=num_full_blocks, now=now)
+            named = self.named.get(name, request.num_prompt_tokens // self.hash_block_size)
+            keys = [each[:KEY_BYTES] for each in hashes[named:num_full_blocks]]
+            self.named[name] = named + len(keys)
+            self.recorder.committed(name, blocks=num_full_blocks, now=now, keys=keys)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Let blocks be hit no more."""
         lost = [self.blocks[block] for block in block_ids]
-        hashes = [block.block_hash for block in lost]
+        keys = [_key(block.block_hash) for block in lost if block.block_hash]
         super().evict_blocks(block_ids)
+        queue = self.free_block_queue
         for block in lost:
-            self.free_block_queue.lose(block)
-        self._record_lost(hashes)
+            queue.lose(block)
+        if self.recorder is not None:
+            for key in keys:
+                self.recorder.dropped(key, queue.clock())
 
     def move_block_hashes(self, src_block: Any, dst_block: Any) -> None:
         """Move the cached content of a block; to the policy it is new, without a parent."""
@@ -238,35 +247,23 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         queue = self.free_block_queue
         queue.lose(src_block)
         if dst_block.block_hash is not None:
-            key = dst_block.block_hash[:-_GROUP_BYTES][:KEY_BYTES]
+            key = _key(dst_block.block_hash)
             queue.host.stored(dst_block.block_id, None, queue.clock(), key=key)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content, if no block is in use."""
-        hashes = [block.block_hash for block in self.blocks]
         done: bool = super().reset_prefix_cache()
         if done:
-            self.free_block_queue.clear()
-            self._record_lost(hashes)
+            queue = self.free_block_queue
+            queue.clear()
+            if self.recorder is not None:
+                self.recorder.cleared(queue.clock())
         return done
 
-    def _evicted(self) -> list[bytes]:
-        left = self.free_block_queue.left
-        keys = self._uncached(left)
-        left.clear()
-        return keys
 
-    def _uncached(self, hashes: Iterable[bytes | None]) -> list[bytes]:
-        """Return the keys of those `hashes` that no block has any more, each once."""
-        known = self.cached_block_hash_to_block
-        gone = (each for each in hashes if each and known.get_one_block(each) is None)
-        return [each[:-_GROUP_BYTES][:KEY_BYTES] for each in dict.fromkeys(gone)]
-
-    def _record_lost(self, hashes: Iterable[bytes | None]) -> None:
-        if self.recorder is not None:
-            now = self.free_block_queue.clock()
-            for key in self._uncached(hashes):
-                self.recorder.dropped(key, now)
+def _key(block_hash: bytes) -> bytes:
+    """Return the key of a cached block, whose hash has the number of its group behind it."""
+    return block_hash[:-_GROUP_BYTES][:KEY_BYTES]
 
 
 class ExpiringPool(HostedPool):
@@ -366,9 +363,11 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
             return
         pool, queue = self.block_pool, self.block_pool.free_block_queue
         now, ended = queue.clock(), request.is_finished()
-        if pool.recorder is not None and self.tables.get(request.request_id):
+        if pool.recorder is not None and (ended or self.tables.get(request.request_id)):
             output = request.num_output_tokens if ended else None
             pool.recorder.closed(request.request_id, now, output=output)
+            if ended:
+                pool.named.pop(request.request_id, None)
         if ended:
             del self.known[request.request_id]
             self._dequeue(known)
@@ -425,12 +424,11 @@ def host_blocks(
     manager.known = {}
     manager.tables = manager.coordinator.single_type_managers[0].req_to_blocks
     if settings.trace is not None:
-        pool.free_block_queue.left = []
+        pool.free_block_queue.left, pool.named = [], {}
         pool.recorder = EngineRecorder(
             settings.trace, blocks=host.blocks, block_size=pool.hash_block_size,
-            eviction=policy, engine="vllm",
+            eviction=policy, engine=f"vllm {version('vllm')}",
         )  # fmt: skip
-        atexit.register(pool.recorder.close)
     _log.info("%s decides which of %d blocks are evicted", settings.eviction, host.blocks)
     return host
 
