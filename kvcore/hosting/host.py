@@ -333,6 +333,36 @@ class PolicyHost:
                 self._unpin(span, now)
         return evicted
 
+    def victim(
+        self, usable: Callable[[Block], bool], *, now: int, requester: Id = ""
+    ) -> Block | None:
+        """Evict one block for which `usable` returns True; return None if there is none.
+
+        For engines that do not tell of pins: what the policy chooses in vain is in use to it
+        for the time of this call. O(blocks chosen in vain), besides the policy's own.
+        """
+        if self._dead is not None:
+            raise self._dead
+        for block, (_, pins) in self._orphans.items():
+            if not pins and usable(block):
+                del self._orphans[block]
+                return block
+        self.eviction.requester = requester
+        vain: list[Span] = []
+        found: Block | None = None
+        while found is None and self.evictable:
+            span = self._victim(now)
+            block = self._blocks[span]
+            if usable(block):
+                found = block
+                self._remove(span, "capacity")
+            else:
+                self._pin(span)
+                vain.append(span)
+        for span in vain:
+            self._unpin(span, now)
+        return found
+
     def dropped(self, block: Block, now: int, reason: str = "gone") -> None:
         """Remove a block that the engine has lost. O(blocks cached below it).
 

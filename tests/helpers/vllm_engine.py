@@ -6,17 +6,16 @@ need a GPU or a server, are stood in for by empty ones.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import attrs
 import torch
+from helpers.engines import stand_in
 from helpers.step_lists import STEP_NS, Server, Step
 
-UNUSED = (
+# What vLLM imports on the way to its scheduler, and this does not call.
+stand_in(
     "cbor2",
     "cloudpickle",
     "cpuinfo",
@@ -28,35 +27,6 @@ UNUSED = (
     "vllm.reasoning",
     "xgrammar",
 )
-"""Modules that vLLM imports on the way to its scheduler, and this does not call."""
-
-LONG = 1 << 20
-"""Tokens of the longest sequence where a server sets no limit."""
-
-
-class _Unused(MetaPathFinder, Loader):
-    """Finds an empty module, whose every name is an empty class, for those not called."""
-
-    def find_spec(self, name, path=None, target=None):
-        """Return the empty module, if `name` is one of them or lies in one."""
-        known = any(name == each or name.startswith(f"{each}.") for each in UNUSED)
-        return ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec):
-        """Leave it to Python."""
-
-    def exec_module(self, module):
-        """Give the module a class for every name that is asked for."""
-
-        def __getattr__(name):  # noqa: N807 - the hook of a module
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = __getattr__
-
-
-sys.meta_path.insert(0, _Unused())
 
 from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
@@ -70,6 +40,10 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.request import RequestStatus as Status  # noqa: E402
+
+
+LONG = 1 << 20
+"""Tokens of the longest sequence where a server sets no limit."""
 
 
 @attrs.frozen
