@@ -63,6 +63,7 @@ class PolicyHost:
         eviction: the policy that decides; after a fall-back `lru`.
         blocks: size of the cache.
         evictable: blocks that can be evicted.
+        released: serial of the last release, which its span has as `released_order`.
         failure: the first error of a policy; None as long as there was none.
         failures: how many policies have failed.
 
@@ -437,7 +438,7 @@ class PolicyHost:
         # Cached below what was lost: their keys, and how often they are pinned.
         self._orphans: dict[Block, tuple[Key, int]] = {}
         self._orders: dict[Id | None, int] = {}
-        self._last_id = self._released = self._admissions = 0
+        self._last_id = self.released = self._admissions = 0
         self.evictable = 0
         self._ask(policy)
 
@@ -487,8 +488,8 @@ class PolicyHost:
             if span.ref_count:
                 return
             self.evictable += 1
-            self._released += 1
-            span.released_order = self._released
+            self.released += 1
+            span.released_order = self.released
             if self._on_release is not None:
                 try:
                     self._on_release(span, now)
