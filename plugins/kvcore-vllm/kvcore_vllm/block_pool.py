@@ -446,10 +446,9 @@ class _Hosted:
 
     synchronous = False
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, vllm_config: Any, *args: Any, **more: Any) -> None:
         """Create vLLM's scheduler, and host its block pool."""
-        super().__init__(*args, **more)
-        if self.scheduler_config.async_scheduling is self.synchronous:
+        if vllm_config.scheduler_config.async_scheduling is self.synchronous:
             name, other = ("SyncScheduler", "Scheduler")[:: 1 if self.synchronous else -1]
             wanted = "asynchronously" if self.synchronous else "synchronously"
             msg = (
@@ -457,12 +456,13 @@ class _Hosted:
                 f"Start the server with --scheduler-cls kvcore_vllm.{other}"
             )
             raise InputError(msg)
-        transfer = self.vllm_config.kv_transfer_config
+        transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector_extra_config.get("lazy_offload"):
             _refuse(
                 "its KV connector reads ahead in vLLM's order what will be evicted",
                 "with lazy_offload=false in its kv_connector_extra_config",
             )
+        super().__init__(vllm_config, *args, **more)
         host_blocks(self.kv_cache_manager, HostSettings.from_environment())
 
     def add_request(self, request: Any) -> None:
