@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import attrs
@@ -20,6 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.version import __version__
 
 from kvcore import InputError, Request
 from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
@@ -427,7 +427,7 @@ def host_blocks(
         pool.free_block_queue.left, pool.named = [], {}
         pool.recorder = EngineRecorder(
             settings.trace, blocks=host.blocks, block_size=pool.hash_block_size,
-            eviction=policy, engine=f"vllm {version('vllm')}",
+            eviction=policy, engine=f"vllm {__version__}",
         )  # fmt: skip
     _log.info("%s decides which of %d blocks are evicted", settings.eviction, host.blocks)
     return host
