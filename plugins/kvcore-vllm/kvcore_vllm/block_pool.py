@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import attrs
@@ -20,6 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.version import __version__
 
 from kvcore import InputError, Request
 from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
@@ -427,7 +427,7 @@ def host_blocks(
         pool.free_block_queue.left, pool.named = [], {}
         pool.recorder = EngineRecorder(
             settings.trace, blocks=host.blocks, block_size=pool.hash_block_size,
-            eviction=policy, engine=f"vllm {version('vllm')}",
+            eviction=policy, engine=f"vllm {__version__}",
         )  # fmt: skip
     _log.info("%s decides which of %d blocks are evicted", settings.eviction, host.blocks)
     return host
@@ -446,10 +446,9 @@ class _Hosted:
 
     synchronous = False
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, vllm_config: Any, *args: Any, **more: Any) -> None:
         """Create vLLM's scheduler, and host its block pool."""
-        super().__init__(*args, **more)
-        if self.scheduler_config.async_scheduling is self.synchronous:
+        if vllm_config.scheduler_config.async_scheduling is self.synchronous:
             name, other = ("SyncScheduler", "Scheduler")[:: 1 if self.synchronous else -1]
             wanted = "asynchronously" if self.synchronous else "synchronously"
             msg = (
@@ -457,12 +456,13 @@ class _Hosted:
                 f"Start the server with --scheduler-cls kvcore_vllm.{other}"
             )
             raise InputError(msg)
-        transfer = self.vllm_config.kv_transfer_config
+        transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector_extra_config.get("lazy_offload"):
             _refuse(
                 "its KV connector reads ahead in vLLM's order what will be evicted",
                 "with lazy_offload=false in its kv_connector_extra_config",
             )
+        super().__init__(vllm_config, *args, **more)
         host_blocks(self.kv_cache_manager, HostSettings.from_environment())
 
     def add_request(self, request: Any) -> None:
