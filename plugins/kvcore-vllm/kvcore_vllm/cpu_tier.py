@@ -71,8 +71,8 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         self._settings = HostSettings.from_environment()
         if self._settings.build().expires_spans:
             msg = (
-                f"KVCORE_EVICTION={self._settings.eviction!r} lets blocks expire, and vLLM's CPU "
-                "tier hits whatever it holds: choose a policy without a time to live"
+                f"KVCORE_EVICTION={self._settings.eviction!r} lets blocks expire, and vLLM's "
+                "CPU tier hits whatever it holds: choose a policy without a time to live"
             )
             raise InputError(msg)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}

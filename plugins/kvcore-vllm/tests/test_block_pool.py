@@ -18,16 +18,16 @@ from kvcore_plugins import eviction as builtin
 
 required("vllm")
 with catch_warnings(action="ignore"):  # of what vLLM imports
-    import kvcore_vllm
     import torch
     from helpers import vllm_engine
     from helpers.vllm_pool import VllmPool
-    from kvcore_vllm.block_pool import host_blocks
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.request import RequestStatus
 
+    import kvcore_vllm
     from kvcore.hosting import HostSettings
+    from kvcore_vllm.block_pool import host_blocks
 
 LRU = builtin.LRU
 POLICIES = sorted({getattr(builtin, name).name for name in builtin.__all__} | {"ttl:ttl=5"})
@@ -106,7 +106,9 @@ def test_steps_are_those_of_vllm(server, monkeypatch):
     pool = driver.scheduler.kv_cache_manager.block_pool
     host = pool.free_block_queue.host
     assert host.failures == 0
-    assert host.evictable == len(host) == sum(each.block_hash is not None for each in pool.blocks)
+    assert (
+        host.evictable == len(host) == sum(each.block_hash is not None for each in pool.blocks)
+    )
     assert not driver.scheduler.kv_cache_manager.known
 
 
@@ -226,7 +228,9 @@ def test_a_scheduler_serves_as_its_name_says(lag):
     """The other class is named."""
     server = conversation(64, 512, lag, 1)
     kinds = kvcore_vllm.Scheduler, kvcore_vllm.SyncScheduler
-    with pytest.raises(InputError, match=f"--scheduler-cls kvcore_vllm.{kinds[1 - lag].__name__}"):
+    with pytest.raises(
+        InputError, match=f"--scheduler-cls kvcore_vllm.{kinds[1 - lag].__name__}"
+    ):
         vllm_engine.make_scheduler(server, kinds[lag])
 
 
