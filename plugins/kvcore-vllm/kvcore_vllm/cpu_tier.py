@@ -104,6 +104,8 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         parent = use and use.order.get(key)
         self._chunks[key] = chunk
         now = self.clock()
+        if self._recording is not None and use is not None:
+            self._recording.inserted(use, key, now)
         priority, until = DEFAULT_PRIORITY, None
         if use is not None and use.request.retention:
             priority, until = _priority(use, self._end(context, key), now)
@@ -111,8 +113,6 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
             key, parent, now, request=use and use.request.id,
             priority=priority, priority_until=until,
         )  # fmt: skip
-        if self._recording is not None and use is not None:
-            self._recording.inserted(use, key, now)
         if chunk.is_ready and not chunk.ref_cnt:
             self.mark_evictable(key)
 
