@@ -17,7 +17,6 @@ from helpers.engines import required
 required("vllm")
 with catch_warnings(action="ignore"):  # of what vLLM imports
     from helpers import vllm_engine  # noqa: F401 - stands in for what vLLM does not need here
-    from kvcore_vllm import block_pool
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -25,6 +24,8 @@ with catch_warnings(action="ignore"):  # of what vLLM imports
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
+
+    from kvcore_vllm import block_pool
 
 VLLM = Path(find_spec("vllm").submodule_search_locations[0])
 
