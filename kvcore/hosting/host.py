@@ -147,7 +147,7 @@ class PolicyHost:
             priority=priority, priority_until=priority_until, tenant=tenant,
         )  # fmt: skip
 
-    def stored_run(  # noqa: C901, PLR0912 - one store, told from top to bottom
+    def stored_run(  # noqa: C901 - one store, told from top to bottom
         self,
         blocks: Sequence[Block],
         parent: Block | None,
@@ -233,7 +233,7 @@ class PolicyHost:
                 msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
                 raise InputError(msg)
 
-    def hit(
+    def hit(  # noqa: C901 - one access, told from top to bottom
         self,
         blocks: Sequence[Block],
         now: int,

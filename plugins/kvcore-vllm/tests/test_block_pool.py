@@ -176,7 +176,7 @@ def test_a_policy_hears_of_requests(monkeypatch):
     assert max(count for (kind, _), count in heard.items() if kind == "miss") == 1
 
 
-def test_what_was_decided_is_recorded(monkeypatch, tmp_path):
+def test_what_was_decided_is_recorded(tmp_path):
     """The recording is a trace that `kvcore replay` accepts, with the digest of vLLM."""
     pool = VllmPool("s3fifo", 1500, trace=tmp_path / "pool.jsonl")
     outcome = serve(pool, conversations(300))
@@ -208,7 +208,7 @@ def test_a_scheduler_closes_its_recording(monkeypatch, tmp_path):
 def test_prefix_caching_must_be_on():
     """Else there is nothing to evict."""
     manager = vllm_engine.cache_manager(64, 16, enable_caching=False)
-    with pytest.raises(InputError, match="prefix caching is off.*--enable-prefix-caching"):
+    with pytest.raises(InputError, match=r"prefix caching is off.*--enable-prefix-caching"):
         host_blocks(manager, HostSettings())
 
 
@@ -219,7 +219,7 @@ def test_only_full_attention_is_hosted():
     )
     config = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], window)])
     manager = KVCacheManager(config, 1024, 16, 16)
-    with pytest.raises(InputError, match="SlidingWindowManager.*full attention.*vLLM's own"):
+    with pytest.raises(InputError, match=r"SlidingWindowManager.*full attention.*vLLM's own"):
         host_blocks(manager, HostSettings())
 
 
@@ -373,6 +373,28 @@ def test_one_block_is_freed(pool):
     pool.queue.remove(block)
     assert pool.queue.num_free_blocks == 3
     assert not [*pool.queue.iter_blocks_after(None)]
+
+
+def test_hints_of_a_request_are_heeded(pool, caplog):
+    """Its blocks have the priority that its client asks for; what cannot be read is logged."""
+    pool.close(pool.held, 1)
+    keys = [bytes([9]) * 16, *pool.request.keys[1:]]
+    request = pool.prepare(attrs.evolve(pool.request, id="b", keys=keys))
+    retain = {"priority": 80, "start": 0, "end": SIZE, "seconds": 2}
+    payloads = ("kvcore.retain", retain), ("kvcore.session", {"session": "s", "tool": 3})
+    payloads += ("kvcore.session", {"session": "s", "tool": "search"}), ("other", {})
+    actions = [
+        SimpleNamespace(action_id=str(place), action_type=kind, payload=payload)
+        for place, (kind, payload) in enumerate(payloads)
+    ]
+    request.kv_hints = SimpleNamespace(actions=actions)
+    pool.open(request, 5)
+    known = pool.manager.known["b"].request
+    assert (known.session, known.tool) == ("s", "search")
+    spans = [pool.host.span(each.block_id) for each in pool.manager.tables["b"][:3]]
+    assert [span.priority for span in spans] == [80, 35, 35]
+    assert spans[0].priority_until == 5 + 2 * 10**9
+    assert "KV hint 1: tool must be text" in caplog.text
 
 
 def test_an_aborted_request_waits_no_more(pool):
