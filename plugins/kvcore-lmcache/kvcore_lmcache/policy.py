@@ -11,12 +11,13 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
 
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+
 from kvcore import Request
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.hosting import HostSettings, PolicyHost
 from kvcore.plugins import find_override
-from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
 CHUNKS = "KVCORE_LMCACHE_CHUNKS"
 """Variable with the size of a back end in chunks; without it the first eviction tells it."""
@@ -248,8 +249,15 @@ class Entries(dict[Any, Any]):
         super().__delitem__(key)
         self._policy.left(key)
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove an entry and return it, or `default`."""
+        if key not in self and default:
+            return default[0]
+        entry = self[key]
+        del self[key]
+        return entry
+
     clear = MutableMapping.clear
-    pop = MutableMapping.pop
     popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
@@ -270,9 +278,9 @@ def _counts(key: Any) -> bool:
 
 def _recorder(path: Path, chunks: int, eviction: EvictionPolicy) -> Any:
     """Return a recorder, with the process and a number in the name of its file."""
-    from kvcore.hosting.recorder import EngineRecorder  # noqa: PLC0415
-
     from lmcache import __version__  # noqa: PLC0415
+
+    from kvcore.hosting.recorder import EngineRecorder  # noqa: PLC0415
 
     name, dot, suffixes = path.name.partition(".")
     path = path.with_name(f"{name}-{os.getpid()}-{next(_recorders)}{dot}{suffixes}")
