@@ -144,7 +144,7 @@ class Recorder(ABC):
         requester: Id,
         age: int,
         hits: int,
-        reason: Literal["capacity", "expired"],
+        reason: Literal["capacity", "expired", "gone"],
     ) -> None:
         """Write EVICT of scope `cache`: the blocks `runs`, tail first, left the cache."""
         self.write({

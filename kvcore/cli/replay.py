@@ -207,7 +207,9 @@ def _print(report: Report) -> None:
     ratios = [
         (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()
     ]
+    evicted = report.evictions
     rows = [*((what, f"{count:,}") for what, count in counts), *ratios]
+    rows.append(("evictions", f"{evicted['blocks']:,} blocks, digest {evicted['digest'][:16]}"))
     from kvcore.report.tables import setup  # noqa: PLC0415 - JSON does without it
 
     about = setup(report.header) if report.header else ""

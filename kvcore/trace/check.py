@@ -20,7 +20,7 @@ from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.trace.fields import SCHEMA, encode_runs
+from kvcore.trace.fields import SCHEMA, EvictionDigest, encode_runs
 from kvcore.trace.lifecycle import PREEMPTIONS, Lifecycles
 from kvcore.trace.pool_check import AllocationOrder, CachedKeys
 from kvcore.trace.reader import TraceReader
@@ -52,6 +52,8 @@ class Report:
         pool: blocks `free`, `cached` and `private`, and the number of `spans`.
         requests: number of REQUEST lines; `finished` and `rejected` of them have ended.
         preemptions: how often a request was preempted, by kind: `pause` and `recompute`.
+        evictions: how many blocks were evicted for room, and the digest of their keys
+            (`EvictionDigest`); of a cluster the digest of its replicas' digests.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
         tiers: of each tier, nearest first: its slots, blocks in it, on their way from it,
@@ -71,6 +73,7 @@ class Report:
     finished: int
     rejected: int
     preemptions: dict[str, int]
+    evictions: dict[str, Any]
     hit: dict[str, Any]
     tiers: list[dict[str, Any]]
     header: dict[str, Any]
@@ -162,7 +165,7 @@ def checker_of(header: events.Header) -> Checker:
 def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:
     pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
     nothing: dict[str, Any] = {"preemptions": dict.fromkeys(PREEMPTIONS, 0)}
-    nothing["hit"] = Hits().as_dict()
+    nothing |= {"hit": Hits().as_dict(), "evictions": EvictionDigest().as_dict()}
     nothing |= {"pool": pool, "finished": 0, "rejected": 0, "tiers": [], "header": {}}
     return Report(
         file=str(reader.file),
@@ -192,6 +195,7 @@ class TraceChecker:
     Attributes:
         state: the cache after the events so far.
         lifecycles: how far each request has come.
+        evictions: digest of what was evicted for room.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -215,7 +219,10 @@ class TraceChecker:
         self._in_one = in_one if isinstance(in_one, int) else None
         prefix = plugins.get("prefix")
         leaves = prefix is not None and prefix.options.get("evict") == "leaf"
+        # An engine evicts when it likes, and may hit less than is cached.
+        self._of_engine = bool(header.engine)
         self._order = AllocationOrder(header.blocks, leaves=leaves)
+        self.evictions = EvictionDigest()
         self._cached_keys = CachedKeys(self._ratio)
         self._last_sequence = self._last_span = 0
         # The request whose call dropped expired spans last: its MISS may say so.
@@ -300,6 +307,7 @@ class TraceChecker:
             "finished": lifecycles.finished,
             "rejected": lifecycles.rejected,
             "preemptions": dict(lifecycles.preemptions),
+            "evictions": self.evictions.as_dict(),
             "hit": state.hits.as_dict(),
             "tiers": [] if state.tiers is None else state.tiers.as_dict(),
             "header": state.header.as_dict(),
@@ -378,7 +386,7 @@ class TraceChecker:
             short = prompt.tokens <= self.state.layout.block_size and bool(prompt.keys)
             unkeyed = prompt.unkeyed and not (resumed and short)
             reasons = ["no keys" if unkeyed else "partial"]
-            if resumed and (hit < prompt.cacheable or prompt.generated):
+            if (resumed or self._of_engine) and (hit < prompt.cacheable or prompt.generated):
                 reasons.append("absent")
         elif self._expired_for == prompt.id:
             # What expired may have been dropped by an earlier call, which then failed.
@@ -505,20 +513,31 @@ class TraceChecker:
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "
                 f"{event.hits} hits"
             )
-        self._cached_keys.remove(span.keys, span.end - len(ids), span.end)
+        first, ratio = span.end - len(ids), self._ratio
+        self._cached_keys.remove(span.keys, first, span.end)
+        if event.reason == "capacity":
+            for place in range(span.end - 1, first - 1, -1):
+                self.evictions.add(span.keys[place // ratio])
+            if not self._of_engine:
+                self._give_to_requester(event, ids)
+                return
+        self.state.prompt(event.requester)
         if event.reason == "expired":
             if not self._expires:
                 violated(f"eviction policy {self._eviction!r} expires nothing")
-            self.state.prompt(event.requester)
-            self._order.expire(ids)
             self._expired_for = event.requester
-        else:
-            if self._evicting is None:
-                self.lifecycles.want(event.requester)
-                self._evicting = event.requester
-            elif self._evicting != event.requester:
-                self._refuse_victims()
-            self._order.evict(ids, event.requester)
+        elif not self._of_engine:
+            violated("only an engine loses blocks, and HEADER names none")
+        self._order.expire(ids)
+
+    def _give_to_requester(self, event: events.Evict, ids: Ids) -> None:
+        """Check that the request for which blocks were evicted may take them."""
+        if self._evicting is None:
+            self.lifecycles.want(event.requester)
+            self._evicting = event.requester
+        elif self._evicting != event.requester:
+            self._refuse_victims()
+        self._order.evict(ids, event.requester)
 
     @cached_property
     def _expires(self) -> bool:
@@ -633,7 +652,7 @@ class TraceChecker:
         # What it does not share itself, others may have cached meanwhile.
         partly = seq.has_forgotten or prompt.share is not None
         most = max(most, prompt.cacheable if partly else end)
-        if self.state.header.mode != "untimed":
+        if self.state.header.mode != "untimed" and not self._of_engine:
             least = max(least, end)
         self._returning[prompt.id] = least, most
 
@@ -662,8 +681,13 @@ class TraceChecker:
         if seq is None:
             self._must_not_fit(self.state.prompt(event.request))
             return
-        if event.event in ("FIRST_TOKEN", "FINISH"):
-            self._must_have_blocks(seq, getattr(event, "output", 1))
+        if event.event == "FIRST_TOKEN":
+            self._must_have_blocks(seq, 1)
+        elif event.event == "FINISH":
+            # By the wall clock a client may leave before its prompt is computed.
+            early = seq.resumed or not event.output
+            if not (early and self.state.header.mode == "wall"):
+                self._must_have_blocks(seq, event.output)
         if closes:
             self._next = ("FREE", seq.id, "close")
 
@@ -685,7 +709,7 @@ class TraceChecker:
 
     def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
         """Return how many blocks of an admission may hit: the least and the most."""
-        limits = prompt.limit, prompt.limit
+        limits = 0 if self._of_engine else prompt.limit, prompt.limit
         return self._returning.get(prompt.id, limits) if resumed else limits
 
     def _must_open(self, seq: int) -> None:

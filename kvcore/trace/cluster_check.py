@@ -9,6 +9,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.trace.check import TraceChecker, expires
+from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.state import Hits, violated
@@ -27,8 +28,8 @@ class CheckedReplica:
         header: what HEADER says of it.
         leaving: whether it is sent no more requests, and fails when it has ended all.
         failures: how often it failed, or stopped.
-        routed, finished, rejected, preemptions, hits: counts of the lives before this one;
-            `routed` of this one too.
+        routed, finished, rejected, preemptions, hits, evictions: counts of the lives before
+            this one; `routed` and `evictions` of this one too.
         sent: keys of what was routed to it in this life, and generated there.
         handed: requests that it has prefilled in this life, and that went on elsewhere.
     """
@@ -41,6 +42,7 @@ class CheckedReplica:
     rejected: int = 0
     preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
     hits: Hits = attrs.field(factory=Hits)
+    evictions: EvictionDigest = attrs.field(factory=EvictionDigest)
     sent: set[Any] = attrs.field(factory=set)
     handed: set[int | str] = attrs.field(factory=set)
     _life: TraceChecker | None = None
@@ -50,6 +52,7 @@ class CheckedReplica:
         """The checker of the present life; made when it is needed."""
         if self._life is None:
             self._life = TraceChecker(self.header)
+            self._life.evictions = self.evictions
         return self._life
 
     def fail(self) -> None:
@@ -189,6 +192,7 @@ class ClusterChecker:
             "finished": sum(part["finished"] for part in parts) - self._handed,
             "rejected": self._rejected + sum(part["rejected"] for part in parts),
             "preemptions": _sums(part["preemptions"] for part in parts),
+            "evictions": EvictionDigest.joined(r.evictions for r in self.replicas).as_dict(),
             "hit": hits.as_dict(),
             "tiers": [],
             "header": self._header.as_dict(),

@@ -195,6 +195,7 @@ class Header(Event, tag="HEADER", kw_only=True):
     ) = UNSET
     routing: Object | UnsetType = UNSET
     executor: Text | UnsetType = UNSET
+    engine: Text | UnsetType = UNSET
     batching: Object | UnsetType = UNSET
     latency: Object | UnsetType = UNSET
     rate_scale: Number | UnsetType = UNSET
@@ -334,7 +335,9 @@ class Evict(Event, tag="EVICT"):
     requester: RequestId = msgspec.field(name="for")
     age: Count
     hits: Count
-    reason: Annotated[Literal["capacity", "expired"], _one_of("capacity", "expired")]
+    reason: Annotated[
+        Literal["capacity", "expired", "gone"], _one_of("capacity", "expired", "gone")
+    ]
     scope: Annotated[Literal["cache"], _one_of("cache", "sequence")]
 
 

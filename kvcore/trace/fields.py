@@ -6,6 +6,7 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -165,6 +166,50 @@ def _key_field(key: Any, place: int, request: int | str) -> int | str:
         "from 0 to 2**63 - 1, 16 bytes, and strings of 32 hex digits"
     )
     raise InputError(msg)
+
+
+class EvictionDigest:
+    """Digests evicted blocks in order: equal digests, equal decisions.
+
+    SHA-256 over the key of each block, an int as 16 bytes, big-endian, and 16 bytes as they
+    are; so it is the same whatever the spans of a cache, or the names an engine has for
+    blocks. What was generated without keys is left out.
+
+    Attributes:
+        blocks: how many were added.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self._sha = sha256()
+
+    def add(self, key: Key) -> None:
+        """Add the key of an evicted block; text is the 32 hex digits of one. Costs 0.5 µs."""
+        if isinstance(key, int):
+            key = key.to_bytes(KEY_BYTES, "big")
+        elif isinstance(key, str):
+            key = bytes.fromhex(key)
+        if isinstance(key, bytes):
+            self._sha.update(key)
+            self.blocks += 1
+
+    @classmethod
+    def joined(cls, parts: Iterable[EvictionDigest]) -> EvictionDigest:
+        """Return the digest of the digests of several caches, and the sum of their blocks."""
+        whole = cls()
+        for part in parts:
+            whole.blocks += part.blocks
+            whole._sha.update(part._sha.digest())  # noqa: SLF001 - of the same class
+        return whole
+
+    @property
+    def hexdigest(self) -> str:
+        """The digest so far, 64 hex digits."""
+        return self._sha.hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return blocks and digest as JSON has them."""
+        return {"blocks": self.blocks, "digest": self.hexdigest}
 
 
 Runs: TypeAlias = list[tuple[int, int]]

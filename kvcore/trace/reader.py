@@ -329,7 +329,7 @@ class TraceWorkload(Workload):
         from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
 
         recorded: dict[int | str, list[Key]] = {}
-        if self.header.executor == "run":
+        if self.header.executor == "run" or self.header.engine:
             for _, event in self._events():
                 if isinstance(event, events.Keys):
                     recorded.setdefault(event.request, []).extend(read_keys(event.keys))

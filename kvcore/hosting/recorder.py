@@ -1,0 +1,549 @@
+"""The recorder of an engine: its decisions as a kvcore trace."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Keys
+from contextlib import suppress
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self
+
+import attrs
+
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Sequence, Span
+from kvcore.errors import KvcoreError
+from kvcore.plugins import describe, resolve
+from kvcore.request import NO_HINTS, Key, Request
+from kvcore.trace import Trace
+from kvcore.trace.fields import EvictionDigest
+from kvcore.units import NS_PER_S
+
+Id = int | str
+Lost = Literal["gone", "expired"]
+
+FLUSH_NS = 5 * NS_PER_S
+"""After so long all that has happened is in the file: what a killed engine leaves behind."""
+
+_log = logging.getLogger("kvcore")
+_P = ParamSpec("_P")
+
+
+class _Recording(Trace):
+    """A trace that keeps what it has when it is given up; blocks leave for many reasons."""
+
+    reason: Literal["capacity", "expired", "gone"] = "capacity"
+
+    def evict(self, now: int, **fields: Any) -> None:
+        """Write EVICT with the reason that the engine had."""
+        super().evict(now, **(fields | {"reason": self.reason}))
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Leave the unfinished file, which can be read up to here."""
+        del error
+        self._sink.keep()
+        self._shut()
+
+
+class _FollowedIndex(PrefixIndex):
+    """Finds cached blocks by their keys, no more of them than the engine says."""
+
+    name: ClassVar[str] = "followed"
+    block_spans = True
+
+    def __init__(self) -> None:
+        self.spans: dict[Key, Span] = {}
+        self.limit: int | None = None
+
+    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+        """Return the span of the last cached block. O(blocks)."""
+        end, span = after.end, after
+        for key in keys[end : limit if self.limit is None else min(limit, self.limit)]:
+            found = self.spans.get(key)
+            if found is None:
+                break
+            span, end = found, end + 1
+        return span, end
+
+    def insert(self, span: Span, first: int) -> None:
+        """Enter a block."""
+        self.spans[span.path_keys[first]] = span
+
+    def remove(self, span: Span, first: int) -> None:
+        """Delete a block."""
+        del self.spans[span.path_keys[first]]
+
+
+class _FollowedEviction(EvictionPolicy):
+    """Evicts the block that the engine has evicted."""
+
+    name: ClassVar[str] = "followed"
+
+    def __init__(self) -> None:
+        self.choose: Callable[[], Span] | None = None
+
+    def victim(self, now: int) -> Span:
+        """Return the block that `choose` says."""
+        del now
+        assert self.choose is not None
+        return self.choose()
+
+
+@attrs.define(eq=False)
+class _Recorded:
+    """A request that has arrived and not ended.
+
+    Attributes:
+        request: as the trace has it, with the keys of what it has generated.
+        seq: its sequence; None while it waits.
+        admitted, answered: whether it ever ran, and had its first token.
+    """
+
+    request: Request
+    seq: Sequence | None = None
+    admitted: bool = False
+    answered: bool = False
+
+
+def _guarded(
+    method: Callable[Concatenate[EngineRecorder, _P], None],
+) -> Callable[Concatenate[EngineRecorder, _P], None]:
+    """Return `method`, which ends the recording where it raises, and does nothing after that."""
+
+    @wraps(method)
+    def guarded(self: EngineRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self.failure is None and not self._closed:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the engine must go on
+                self._stop(error)
+
+    return guarded
+
+
+class EngineRecorder:
+    """Writes the decisions of an engine as a kvcore trace of mode `wall`.
+
+    The engine says what it has done. A `KVCache` of one-block spans follows it, evicts what
+    the engine has evicted, and writes the lines: so the trace is one that `kvcore replay`
+    accepts, and nothing in it is of kvcore's own deciding. Where the engine does what the
+    cache cannot follow, that is counted as a disagreement and logged once:
+
+    - It hits less than is cached: so does the trace. It hits more: the trace has these blocks
+      computed at once.
+    - It evicts what the trace has in use, or what other cached blocks follow: the block leaves
+      the trace when it can, with reason `gone`.
+    - It has room where the trace has none: the least recently used block leaves.
+
+    What engines do besides is no disagreement: a second block of one key (a duplicate) is
+    counted, and the key leaves the trace with the last of its blocks; blocks may leave before
+    their room is needed; and below a lost block all leaves with it, with reason `gone`.
+
+    No method raises. A file that cannot be written ends the recording, with a line in the log;
+    what was written until then stays as `<path>.part`. The recording is closed when the process
+    ends; that of a killed one is a `.part` of all up to a few seconds before.
+
+    All times are ns of one clock of the engine, and stand in the trace from the first on.
+
+    Args:
+        path: the trace; compressed by its name, `.gz` or `.zst`.
+        blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
+        eviction: the policy that decides, which is only named here.
+        engine: name of the engine, and its version: `vllm 0.33.0`.
+        accounting: `tokens`: the last token of a prompt is computed in any case, so that its
+            block does not hit; `keys`: all blocks can.
+        duplicates: whether the engine keeps the second block of a key; False: it frees it,
+            and uses the first.
+
+    Attributes:
+        evictions: digest of what was evicted, as `kvcore replay` prints it.
+        disagreements: how often the engine did what the trace could not follow, by kind.
+        failure: what has ended the recording before it was closed; None: nothing.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        blocks: int,
+        block_size: int,
+        eviction: EvictionPolicy,
+        engine: str,
+        accounting: str = "tokens",
+        duplicates: bool = True,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.evictions = EvictionDigest()
+        self.disagreements: Counter[str] = Counter()
+        self.failure: Exception | None = None
+        self._closed = False
+        self._trace: _Recording | None = None
+        self._size = block_size
+        self._accounting = accounting
+        self._duplicates = duplicates
+        self._begun: int | None = None
+        self._now = self._flushed = 0
+        self._requests: dict[Id, _Recorded] = {}
+        self._uses: Counter[Id] = Counter()
+        # How many blocks of the engine have a key, where these are not one; and how many it
+        # still has of keys that cannot be hit.
+        self._copies: dict[Key, int] = {}
+        self._orphans: dict[Key, int] = {}
+        # What the engine has lost or evicted while the trace had it in use.
+        self._late: dict[Key, None] = {}
+        self._index = _FollowedIndex()
+        self._policy = _FollowedEviction()
+        self._policy.choose = self._make_room
+        # EVICT lines say what the engine's policy has done.
+        self._policy.name = eviction.name  # type: ignore[misc]
+        try:
+            trace = self._trace = _Recording(path, mode="wall", engine=engine)
+            self._cache = KVCache(
+                blocks, block_size, eviction=self._policy, prefix=self._index,
+                accounting=accounting, key_tokens=block_size, trace=trace,
+            )  # fmt: skip
+            hashed = resolve("prefix", "hashed:spans=block")
+            parts = {"eviction": describe(eviction), "prefix": describe(hashed)}
+            trace.describe(plugins=parts)
+        except Exception as error:  # noqa: BLE001 - the engine must go on
+            self._stop(error)
+            return
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+
+    @_guarded
+    def request(self, request: Request, now: int) -> None:
+        """Record that `request` has arrived. Its keys stand for a block each.
+
+        An id that an ended request had before gets a number behind it.
+        """
+        if request.id in self._requests:
+            return
+        self._uses[request.id] += 1
+        name, hints = request.id, request.hints
+        if self._uses[name] > 1:
+            name = f"{name}#{self._uses[name]}"
+        # What these would do to the cache, the engine has not done.
+        hints = attrs.evolve(hints, share=None, pin=None, demote=False) if hints else NO_HINTS
+        keys = request.keys
+        if self._accounting == "tokens":
+            keys = keys[: request.prompt_tokens // self._size]
+        kept = attrs.evolve(request, id=name, keys=keys, hints=hints)
+        self._cache.announce(kept, self._at(now))
+        self._requests[request.id] = _Recorded(kept)
+
+    @_guarded
+    def opened(
+        self, request_id: Id, *, hit: int, blocks: int, evicted: Iterable[Key] = (), now: int
+    ) -> None:
+        """Record that a request runs, for the first time or again.
+
+        Args:
+            request_id: the request, which has arrived.
+            hit: blocks of its prompt that were cached, from its first on; of one that was
+                preempted also those of its output.
+            blocks: blocks allocated for it, besides those.
+            evicted: keys of the blocks that were evicted for that, in order.
+            now: time in ns.
+        """
+        each = self._of(request_id, running=False)
+        if each is None:
+            return
+        now = self._at(now)
+        self._evict(evicted, each.request.id, now)
+        cache, request, size = self._cache, each.request, self._size
+        target = max(request.prompt_tokens, hit * size + 1) if each.admitted else None
+        self._index.limit = hit
+        more = hit - cache.match(request, now, target).blocks
+        each.seq = seq = cache.open(
+            request, (blocks + more) * size, now, resumed=each.admitted, target=target
+        )
+        self._index.limit = None
+        each.admitted = True
+        if more:
+            for key in seq.keys[seq.span.end : hit]:
+                copies = self._orphans.pop(key, 0)
+                if copies > 1:
+                    self._copies[key] = copies
+                elif not copies and key not in self._index.spans:
+                    self._disagree("hit", "it hits blocks that are not cached")
+            self._commit(seq, hit, now)
+
+    @_guarded
+    def extended(
+        self, request_id: Id, *, blocks: int, evicted: Iterable[Key] = (), now: int
+    ) -> None:
+        """Record that a running request has got `blocks` more; `evicted` as for `opened`."""
+        each = self._of(request_id)
+        if each is not None and each.seq is not None:
+            now = self._at(now)
+            self._evict(evicted, each.request.id, now)
+            self._cache.extend(each.seq, blocks * self._size, now)
+
+    @_guarded
+    def committed(
+        self, request_id: Id, *, blocks: int, now: int, keys: Iterable[Key] = ()
+    ) -> None:
+        """Record that the first `blocks` blocks of a running request can be hit.
+
+        `keys` are those of blocks that its output has filled since the last call: they follow
+        the keys it has.
+        """
+        each = self._of(request_id)
+        if each is None or each.seq is None:
+            return
+        now, seq, named = self._at(now), each.seq, list(keys)
+        if named:
+            request, trace = each.request, self._cache.trace
+            assert trace is not None
+            trace.keys(now, request=request.id, keys=named)
+            output = [*request.output_keys, *named]
+            each.request = attrs.evolve(request, output_keys=output)
+            seq.keys = [*seq.keys, *named]
+            seq.cacheable += len(named)
+        new = seq.keys[seq.span.end : blocks]
+        known = [key in self._index.spans for key in new]
+        self._commit(seq, blocks, now)
+        for key, cached in zip(new, known, strict=True):
+            self._late.pop(key, None)
+            more = self._orphans.pop(key, 0) + (cached and self._duplicates)
+            if more:
+                self._copies[key] = self._copies.get(key, 1) + more
+
+    @_guarded
+    def answered(self, request_id: Id, now: int) -> None:
+        """Record that a running request has generated its first token.
+
+        Without it, a request with output has had it when it ended.
+        """
+        each = self._of(request_id)
+        if each is not None and each.seq is not None and self._most_output(each) > 0:
+            self._answer(each, each.seq, self._at(now))
+
+    @_guarded
+    def closed(self, request_id: Id, now: int, *, output: int | None = None) -> None:
+        """Record that a request has ended with `output` tokens; None: it was preempted.
+
+        A request may end in any state, as when its client has left.
+        """
+        each = self._requests.get(request_id)
+        if each is None:
+            self._disagree("request", f"request {request_id!r} is not known")
+            return
+        self._close(request_id, each, self._at(now), output)
+
+    @_guarded
+    def dropped(self, key: Key, now: int, reason: Lost = "gone") -> None:
+        """Record that the engine has lost a block of `key`: a failed store, say.
+
+        Or that it has dropped one which its policy had let expire, by the `reason`.
+        """
+        now = self._at(now)
+        if self._forget(key):
+            return
+        top = self._index.spans.get(key)
+        if top is None:
+            self._disagree("lost", "it loses a block that is not cached")
+            return
+        order = [top]
+        for span in order:
+            order.extend((span.children or {}).values())
+        for span in reversed(order):
+            name = span.path_keys[span.start]
+            if span is not top:
+                self._orphans[name] = self._copies.pop(name, 1)
+            self._lose(span, now, reason)
+
+    @_guarded
+    def cleared(self, now: int) -> None:
+        """Record that the engine has emptied its cache, but for what requests use."""
+        now = self._at(now)
+        for span in reversed([*self._cache.tree.spans()]):
+            self._lose(span, now)
+        self._copies.clear()
+        self._orphans.clear()
+
+    def close(self) -> None:
+        """End the recording, and give the file its name. A second call does nothing.
+
+        Requests that are open are written as ended, with no token, or one if they were
+        `answered`.
+        """
+        self._seal()
+        self._closed = True
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Self:
+        """Return the recorder."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the recording."""
+        self.close()
+
+    # Inside.
+
+    def _evict(self, keys: Iterable[Key], requester: Id, now: int) -> None:
+        """Evict what the engine has evicted. The blocks are free at once."""
+        for key in keys:
+            if self._forget(key):
+                continue
+            span = self._index.spans.get(key)
+            if span is None:
+                self._disagree("evicted", "it evicts a block that is not cached")
+            elif span.ref_count or span.children:
+                self._disagree("evicted", "it evicts a block that is in use")
+                self._late[key] = None
+            else:
+                self._leave(span, requester, now)
+                self.evictions.add(key)
+
+    def _forget(self, key: Key) -> bool:
+        """Return True if a block of `key` can leave the engine, and the trace stays the same."""
+        for counts, last in (self._copies, 1), (self._orphans, 0):
+            if key in counts:
+                counts[key] -= 1
+                if counts[key] == last:
+                    del counts[key]
+                return True
+        return False
+
+    def _lose(self, span: Span, now: int, reason: Lost = "gone") -> None:
+        """Let a block leave that the engine has lost, now or once it is not in use."""
+        if span.ref_count or span.children:
+            self._late[span.path_keys[span.start]] = None
+            return
+        assert self._trace is not None
+        self._trace.reason = reason
+        self._leave(span, span.last_request, now)
+        self._trace.reason = "capacity"
+
+    def _leave(self, span: Span, requester: Id, now: int) -> None:
+        """Remove an unpinned leaf, whose block is free."""
+        self._policy.choose = lambda: span
+        ids = self._cache.tree.evict(1, requester, now)
+        self._policy.choose = self._make_room
+        self._cache.pool.free(ids, 1)
+
+    def _commit(self, seq: Sequence, blocks: int, now: int) -> None:
+        """Count the first `blocks` blocks of `seq` as computed."""
+        more = min(blocks, seq.blocks) * self._size - seq.computed
+        if more > 0:
+            self._cache.commit(seq, more, now)
+
+    def _close(self, name: Id, each: _Recorded, now: int, output: int | None) -> None:
+        """Close the sequence of a request, if it has one, and record its end."""
+        trace, cache, seq, request = self._trace, self._cache, each.seq, each.request
+        assert trace is not None
+        if output is None:
+            if seq is None:
+                self._disagree("request", f"request {name!r} is preempted and does not run")
+                return
+            trace.preempt(now, request=request.id, seq=seq.id, how="recompute")
+            cache.close(seq, now, preempted=True)
+            each.seq = None
+        else:
+            del self._requests[name]
+            if not each.admitted:
+                trace.reject(now, request=request.id, why="it left before it was admitted")
+                return
+            if seq is None:
+                # It ends while it is preempted, which only a sequence can.
+                self._index.limit = 0
+                each.seq = seq = cache.open(request, 0, now, resumed=True)
+                self._index.limit = None
+            output = max(min(output, self._most_output(each)), int(each.answered))
+            if output:
+                self._answer(each, seq, now)
+            trace.finish(now, request=request.id, seq=seq.id, output=output)
+            cache.close(seq, now)
+        # Deepest first, since they were noted so.
+        for key in [*self._late]:
+            span = self._index.spans.get(key)
+            if span is None:
+                del self._late[key]
+            elif not (span.ref_count or span.children):
+                del self._late[key]
+                self._lose(span, now)
+
+    def _answer(self, each: _Recorded, seq: Sequence, now: int) -> None:
+        """Write FIRST_TOKEN, once a request."""
+        if not each.answered:
+            each.answered = True
+            assert self._trace is not None
+            self._trace.first_token(now, request=each.request.id, seq=seq.id)
+
+    def _most_output(self, each: _Recorded) -> int:
+        """Return the most tokens that a request can have generated in the blocks it has."""
+        request, seq = each.request, each.seq
+        assert seq is not None
+        if not request.output_tokens:
+            return 0
+        if self._accounting == "keys":
+            return request.output_tokens if seq.blocks >= len(request.keys) else 0
+        return max(0, seq.blocks * self._size - request.prompt_tokens + 1)
+
+    def _of(self, request_id: Id, *, running: bool = True) -> _Recorded | None:
+        """Return a request that runs, or waits; None, and a disagreement, if it does not."""
+        each = self._requests.get(request_id)
+        if each is None or (each.seq is not None) is not running:
+            how = "does not run" if running else "does not wait"
+            self._disagree("request", f"request {request_id!r} {how}")
+            return None
+        return each
+
+    def _at(self, now: int) -> int:
+        """Return a time as the trace has it. From time to time all so far goes to the file."""
+        if self._begun is None:
+            self._begun = now
+        self._now = now = max(now - self._begun, self._now)
+        if now > self._flushed + FLUSH_NS:
+            self._flushed = now
+            assert self._trace is not None
+            self._trace.flush()
+        return now
+
+    def _make_room(self) -> Span:
+        """Return the least recently used block: the engine has room that the trace has not."""
+        self._disagree("room", "it has room for blocks, and the trace has none")
+        leaves = (s for s in self._index.spans.values() if not (s.ref_count or s.children))
+        return min(leaves, key=attrgetter("released_order"))
+
+    def _disagree(self, kind: str, what: str) -> None:
+        """Count a disagreement of the engine with the trace, and log the first."""
+        if not self.disagreements:
+            _log.warning(
+                "%s: the engine and its recording disagree: %s; the recording goes on",
+                self.path,
+                what,
+            )
+        self.disagreements[kind] += 1
+
+    @_guarded
+    def _seal(self) -> None:
+        """Write the ends of what is open, and END."""
+        assert self._trace is not None
+        for name, each in [*self._requests.items()]:
+            self._close(name, each, self._now, 0)
+        self._trace.close()
+
+    def _stop(self, error: Exception) -> None:
+        """End the recording before its time."""
+        self.failure = error
+        what = error if isinstance(error, KvcoreError) else repr(error)
+        _log.warning("%s: the recording ends here: %s", self.path, what)
+        if self._trace is not None:
+            with suppress(Exception):
+                self._trace.flush()
+            with suppress(Exception):
+                self._trace.give_up(error)
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        # A forked child has the recorder too; the file is its parent's.
+        if os.getpid() == self._process:
+            self.close()

@@ -1,0 +1,182 @@
+"""An engine that owns its blocks, keeps duplicates, and is recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from kvcore import Request
+from kvcore.hosting import EngineRecorder, PolicyHost
+from kvcore.plugins import resolve
+from kvcore.request import Key
+from kvcore.trace.fields import EvictionDigest
+
+
+@attrs.define(eq=False)
+class Job:
+    """A request that runs: its blocks, and how many of them can be hit."""
+
+    request: Request
+    keys: list[Key]
+    blocks: list[int]
+    stored: int
+    output: int = 0
+
+
+class ToyEngine:
+    """Serves requests with a hosted policy, and tells a recorder.
+
+    Blocks are numbers. Two requests that compute the same at once leave two blocks of one key.
+    `early` blocks are evicted besides those that are needed. The digest is the engine's own:
+    of every key whose last block was evicted. What follows a lost block is lost with it, until
+    it is hit again.
+    """
+
+    def __init__(
+        self, path: Path, policy: str, blocks: int, size: int = 4, *, early: int = 0
+    ) -> None:
+        self.host = PolicyHost(policy, blocks, size)
+        self.recorder = EngineRecorder(
+            path,
+            blocks=blocks,
+            block_size=size,
+            eviction=resolve("eviction", policy),
+            engine="toy 1.0",
+        )
+        self.digest = EvictionDigest()
+        self.jobs: dict[int | str, Job] = {}
+        self.free = list(range(blocks))
+        self.blocks_of: dict[Key, list[int]] = {}
+        self.hits = 0
+        self._keys: dict[int, Key] = {}
+        self._parents: dict[Key, Key | None] = {}
+        self._lost: set[Key] = set()
+        self._size, self._early = size, early
+
+    def arrive(self, request: Request, now: int) -> None:
+        """Record a new request."""
+        self.recorder.request(request, now)
+
+    def open(
+        self, request: Request, now: int, output: int = 0, generated: tuple[Key, ...] = ()
+    ) -> bool:
+        """Admit a request, or one that was preempted after `output` tokens, if it fits."""
+        host, again = self.host, bool(output)
+        tokens = request.prompt_tokens + output
+        keys = [*request.keys, *generated]
+        hits: list[int] = []
+        for key in keys[: (tokens - 1) // self._size]:
+            found = self.blocks_of.get(key)
+            if not found:
+                break
+            hits.append(found[0])
+        need = -(-tokens // self._size) - len(hits)
+        for block in reversed(hits):
+            host.pin(block)
+        if need > len(self.free) + host.evictable:
+            for block in reversed(hits):
+                host.unpin(block, now)
+            return False
+        if len(hits) < (request.prompt_tokens - 1) // self._size and not again:
+            host.missed(request, len(hits), now)
+        evicted = self._evict(need, request, now)
+        host.hit(hits, now, request.id, again=again)
+        self._lost.difference_update(self._keys[block] for block in hits)
+        self.hits += len(hits)
+        new = [self.free.pop() for _ in range(need)]
+        self.jobs[request.id] = Job(request, keys, hits + new, len(hits), output)
+        self.recorder.opened(request.id, hit=len(hits), blocks=need, evicted=evicted, now=now)
+        return True
+
+    def compute(self, name: int | str, now: int) -> None:
+        """Compute the prompt of a request that runs: all its full blocks can be hit."""
+        job = self.jobs[name]
+        self._store(job, (job.request.prompt_tokens + job.output) // self._size, now)
+        self.recorder.committed(name, blocks=job.stored, now=now)
+
+    def generate(self, name: int | str, tokens: int, now: int) -> bool:
+        """Generate tokens, whose full blocks get keys; return False if there is no room."""
+        job = self.jobs[name]
+        length = job.request.prompt_tokens + job.output + tokens
+        need = max(0, -(-length // self._size) - len(job.blocks))
+        if need > len(self.free) + self.host.evictable:
+            return False
+        evicted = self._evict(need, job.request, now)
+        job.blocks += [self.free.pop() for _ in range(need)]
+        self.recorder.extended(name, blocks=need, evicted=evicted, now=now)
+        job.output += tokens
+        full = length // self._size
+        new = [hash((name, place)) % 2**62 for place in range(len(job.keys), full)]
+        job.keys += new
+        self._store(job, full, now)
+        self.recorder.committed(name, blocks=job.stored, now=now, keys=new)
+        return True
+
+    def close(self, name: int | str, now: int, *, preempted: bool = False) -> Job:
+        """End or preempt a request; its stored blocks stay cached."""
+        job = self.jobs.pop(name)
+        if not preempted:
+            self.host.ended(job.request, now)
+        for block in reversed(job.blocks[: job.stored]):
+            self.host.unpin(block, now)
+        self.free += reversed(job.blocks[job.stored :])
+        self.recorder.closed(name, now, output=None if preempted else job.output)
+        return job
+
+    def lose(self, key: Key, now: int) -> None:
+        """Lose a block of `key`, if nothing uses it or what follows it."""
+        below = [other for other in self._parents if key in self._path(other)]
+        blocks = [block for other in below for block in self.blocks_of.get(other, ())]
+        if any(block in self.host and self._in_use(block) for block in blocks):
+            return
+        block = self.blocks_of[key][0]
+        self.host.dropped(block, now)
+        self._forget(block)
+        if key not in self.blocks_of:
+            self._lost.update(other for other in below if other in self.blocks_of)
+        self.recorder.dropped(key, now)
+
+    def _in_use(self, block: int) -> bool:
+        return any(block in job.blocks for job in self.jobs.values())
+
+    def _path(self, key: Key) -> list[Key]:
+        path = [key]
+        while (parent := self._parents[path[-1]]) is not None:
+            path.append(parent)
+        return path
+
+    def _evict(self, need: int, request: Request, now: int) -> list[Key]:
+        host, missing = self.host, need - len(self.free)
+        more = min(self._early, host.evictable - max(missing, 0))
+        blocks = host.victims(max(missing, 0) + more, now=now, requester=request.id)
+        assert blocks is not None
+        evicted = []
+        for block in blocks:
+            key = self._forget(block)
+            evicted.append(key)
+            if key not in self.blocks_of:
+                if key not in self._lost:
+                    self.digest.add(key)
+                self._lost.discard(key)
+        return evicted
+
+    def _forget(self, block: int) -> Key:
+        key = self._keys.pop(block)
+        self.blocks_of[key].remove(block)
+        if not self.blocks_of[key]:
+            del self.blocks_of[key]
+        self.free.append(block)
+        return key
+
+    def _store(self, job: Job, upto: int, now: int) -> None:
+        """Store the blocks of a job up to position `upto`: each is a block of its own."""
+        for place in range(job.stored, min(upto, len(job.keys))):
+            block, key = job.blocks[place], job.keys[place]
+            parent = job.blocks[place - 1] if place else None
+            self.host.stored(block, parent, now, key=key, request=job.request.id)
+            self._keys[block] = key
+            self.blocks_of.setdefault(key, []).append(block)
+            self._parents[key] = job.keys[place - 1] if place else None
+            self._lost.discard(key)
+            job.stored = place + 1

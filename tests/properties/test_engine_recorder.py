@@ -1,0 +1,128 @@
+"""Recordings of engines replay, whatever the engine does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvcore import Request
+from kvcore.hosting import EngineRecorder
+from kvcore.plugins import resolve
+from kvcore.trace import check_trace
+from tests.helpers.toy_engine import Job, ToyEngine
+
+SIZE = 4
+
+
+def random_request(rng: Random, name: int) -> Request:
+    """Return a request of one of a few families of prompts, which part in random places."""
+    blocks = rng.randint(0, 7)
+    family, part, variant = rng.randrange(3), rng.randint(0, 7), rng.randrange(3)
+    keys = [
+        1 + place + 100 * family + (1000 * variant + 10_000 * (part + 1)) * (place >= part)
+        for place in range(blocks)
+    ]
+    tokens = blocks * SIZE + rng.randint(0 if blocks else 1, SIZE - 1)
+    return Request(id=name, prompt_tokens=tokens, output_tokens=100, keys=keys, key_tokens=SIZE)
+
+
+def drive(  # noqa: C901 - one step of a server, told from top to bottom
+    engine: ToyEngine, rng: Random, steps: int, *, loses: bool
+) -> None:
+    """Let `engine` serve random requests, preempt some, and lose blocks if it `loses` any."""
+    now, waiting, preempted = 1000, list[Request](), list[Job]()
+    for name in range(steps):
+        now += rng.randrange(100)
+        request = random_request(rng, name)
+        engine.arrive(request, now)
+        waiting.append(request)
+        running = [*engine.jobs]
+        if preempted and rng.random() < 0.5:
+            job = preempted[0]
+            generated = tuple(job.keys[len(job.request.keys) :])
+            if engine.open(job.request, now, job.output, generated):
+                preempted.pop(0)
+        elif waiting and len(running) < 4 and engine.open(waiting[0], now):
+            waiting.pop(0)
+        for each in running:
+            chance = rng.random()
+            if chance < 0.5:
+                engine.compute(each, now)
+            elif chance < 0.7 and engine.jobs[each].stored:
+                engine.generate(each, rng.randint(1, 6), now)
+            elif chance < 0.8 and engine.jobs[each].output:
+                preempted.append(engine.close(each, now, preempted=True))
+            elif chance < 0.95:
+                engine.close(each, now)
+        if loses and engine.blocks_of and rng.random() < 0.2:
+            engine.lose(rng.choice([*engine.blocks_of]), now)
+    for job in preempted[: len(preempted) // 2]:
+        engine.recorder.closed(job.request.id, now, output=job.output)
+    engine.recorder.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3fifo", "slru", "cost"])
+@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recording_replays_to_the_evictions_of_the_engine(
+    tmp_path: Path, policy: str, seed: int, *, loses: bool
+) -> None:
+    """With duplicates, preemptions, blocks that leave early, and some that are lost.
+
+    A block below a lost one that is hit again is one more that was computed, in the trace.
+    """
+    rng = Random(f"{policy} {seed}")
+    path = tmp_path / "engine.jsonl"
+    engine = ToyEngine(path, policy, rng.choice([12, 20, 40]), SIZE, early=seed % 3)
+    drive(engine, rng, 150, loses=loses)
+    assert engine.recorder.failure is None
+    assert not engine.recorder.disagreements
+    report = check_trace(path)
+    assert report.complete
+    assert report.evictions == engine.digest.as_dict()
+    hits = report.hit["hit_blocks"] + report.hit["self_hit_blocks"]
+    assert hits <= engine.hits if loses else hits == engine.hits
+    assert engine.digest.blocks > 20
+
+
+def do_anything(
+    recorder: EngineRecorder, rng: Random, request: Request, keys: list[int], now: int
+) -> None:
+    """Make one call, of whatever."""
+    some, name, blocks = rng.choices(keys, k=rng.randrange(3)), request.id, rng.randrange(6)
+    output = rng.choice([None, 0, 3, 9])
+    calls = [
+        lambda: recorder.request(request, now),
+        lambda: recorder.opened(name, hit=blocks, blocks=blocks // 2, evicted=some, now=now),
+        lambda: recorder.extended(name, blocks=blocks // 3, evicted=some, now=now),
+        lambda: recorder.committed(name, blocks=blocks, now=now),
+        lambda: recorder.answered(name, now),
+        lambda: recorder.closed(name, now, output=output),
+        lambda: recorder.closed(name, now, output=2),
+        lambda: recorder.dropped(rng.choice(keys), now),
+        lambda: None if now % 10 else recorder.cleared(now),
+    ]
+    rng.choice(calls)()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_engine_that_makes_no_sense_leaves_a_recording_that_replays(
+    tmp_path: Path, seed: int
+) -> None:
+    """No call raises, and no line contradicts those before it."""
+    rng, path = Random(seed), tmp_path / "engine.jsonl"
+    recorder = EngineRecorder(
+        path, blocks=30, block_size=SIZE, eviction=resolve("eviction", "lru"), engine="toy 1.0"
+    )
+    requests = [random_request(rng, name) for name in range(12)]
+    keys = [key for request in requests for key in request.keys] + [-1]
+    for now in range(300):
+        do_anything(recorder, rng, rng.choice(requests), keys, now)
+    recorder.close()
+    assert recorder.disagreements
+    if recorder.failure is None:
+        assert check_trace(path).complete
+    else:
+        assert check_trace(f"{path}.part").lines > 1
