@@ -187,10 +187,12 @@ class _Served:
         self.evicted = []
 
     def __enter__(self):
+        """Start the loop."""
         self.thread.start()
         return self
 
     def __exit__(self, *error):
+        """Stop the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -222,6 +224,7 @@ class Disk(_Served):
         self.policy, self.entries = self.backend.cache_policy, self.backend.dict
 
     def __exit__(self, *error):
+        """Stop what it does."""
         self.backend.close()
         super().__exit__(*error)
 
@@ -255,7 +258,7 @@ class Nixl(_Served):
                 self.pool = Mock(pop=free.pop, push=free.append)
                 self.pool.get_num_available_descs = lambda: len(free)
 
-            def remove(self, key, force=True):
+            def remove(self, key, force=True):  # noqa: FBT002 - LMCache's
                 served.evicted += [key.chunk_hash] * (not force)
                 return super().remove(key, force)
 

@@ -26,7 +26,7 @@ EARLY = 1_000_000
 """Hits that are remembered until the size is known; of more the oldest half is forgotten."""
 
 REFUSED = {
-    "adaptive": "it draws an expert for the request that needs room, which LMCache does not name",
+    "adaptive": "it draws an expert for the request that needs room, and LMCache names none",
     "cost": "it weighs what it costs to compute a chunk again, by its position in the prompt",
     "priority": "priorities come with requests",
     "tail-lru": "it counts from the end of a conversation, and LMCache tells no positions",
@@ -131,7 +131,8 @@ class KvcorePolicy(BaseCachePolicy):
             for key in self._offered:
                 if key in cache_dict:  # it was not evicted, after all
                     self._tell("stored", key)
-            self._offered = found = []
+            found: list[Any] = []
+            self._offered = found
             hosted = sum(map(_counts, cache_dict)) if self.host is None else 0
             if self.host is None and hosted:
                 self._begin(hosted)
@@ -240,12 +241,14 @@ class Entries(dict[Any, Any]):
         self._policy = policy
 
     def __setitem__(self, key: Any, entry: Any) -> None:
+        """Enter or replace an entry."""
         new = key not in self
         super().__setitem__(key, entry)
         if new:
             self._policy.entered(key)
 
     def __delitem__(self, key: Any) -> None:
+        """Remove an entry."""
         super().__delitem__(key)
         self._policy.left(key)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 from importlib.metadata import entry_points
 from itertools import islice
 from random import Random
@@ -15,6 +16,7 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
+from kvcore.trace import check_trace
 from kvcore_lmcache.policy import CHUNKS, EARLY, Entries, KvcorePolicy, refuse_unfit
 from kvcore_lmcache.policy import key_of as kvcore_key
 from kvcore_plugins.eviction import LRU, SIEVE
@@ -178,6 +180,10 @@ def test_a_candidate_that_lmcache_does_not_evict_stays():
     assert set(policy.host._spans) == {_layer(0, 0), _layer(2, 0)}
 
 
+class OutOfIdeas(Exception):
+    """Raised by a policy."""
+
+
 class Entry:
     """An entry that can leave."""
 
@@ -286,6 +292,35 @@ def test_hits_of_long_ago_are_forgotten_if_nothing_is_ever_evicted(monkeypatch):
     assert EARLY > 10
 
 
+# Recordings.
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_a_recording_has_the_evictions_and_can_be_run_again(
+    prompts, policy, tmp_path, monkeypatch
+):
+    """Each use of a chunk is a request: a trace that is valid, and the workload of a run."""
+    monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
+    cpu = CPU(f"kvcore:{policy}", 300)
+    for prompt in prompts[:80]:
+        cpu.serve(prompt)
+    cpu.backend.remove(next(iter(cpu.backend.hot_cache)))
+    *evicted, _removed = cpu.evicted
+    recorder = cpu.policy._recorder
+    recorder.close()
+    assert (recorder.failure, recorder.disagreements) == (None, {})
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith(f"day-{os.getpid()}-")
+    assert recorder.evictions.hexdigest == digest(evicted)
+    assert check_trace(path).evictions == recorder.evictions.as_dict()
+    again = Replay(policy, 300)
+    for each in Plugins().build("workload", f"trace:path={path}"):
+        again.now = each.arrival
+        again.hits += again.cached(each.keys[0])
+        again.use(each.keys[0])
+    assert (again.hits, digest(again.evicted)) == (cpu.hits, digest(evicted))
+
+
 # Failures, and what it relies on.
 
 
@@ -295,7 +330,7 @@ def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, capl
 
     def failing(self, now):
         if now > 200:
-            raise RuntimeError("out of ideas")
+            raise OutOfIdeas
         return victim(self, now)
 
     monkeypatch.setattr(SIEVE, "victim", failing)
@@ -307,7 +342,7 @@ def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, capl
     host = hosted.policy.host
     assert (host.failures, host.eviction.name) == (1, LRU.name)
     assert [each.levelname for each in caplog.records] == ["WARNING"]
-    assert "out of ideas" in caplog.text
+    assert "OutOfIdeas" in caplog.text
     own = CPU("LRU", 10)
     for key in sorted(hosted.backend.hot_cache, key=lambda key: host.span(key).released_order):
         own.store(key)
@@ -344,7 +379,7 @@ def test_vllm_loads_the_names():
     if not points:
         pytest.skip("kvcore-lmcache is not installed: `tox -e lmcache` does so")
     POLICY_MAPPING.pop("KVCORE", None)
-    [*points][0].load()()
+    next(iter(points)).load()()
     assert POLICY_MAPPING["KVCORE"] is KvcorePolicy
 
 
