@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
 
+from lmcache.logging import init_logger
 from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
 from kvcore import Request
@@ -34,6 +35,7 @@ REFUSED = {
 """Built-in policies that ask for what LMCache does not tell, with the reason."""
 
 _recorders = count(1)
+_log = init_logger("lmcache.kvcore")  # shown as LMCache's own lines are
 
 
 def refuse_unfit(eviction: EvictionPolicy) -> None:
@@ -91,6 +93,7 @@ class KvcorePolicy(BaseCachePolicy):
             settings = HostSettings(eviction, settings.trace)
         self._policy = settings.build()
         refuse_unfit(self._policy)
+        _log.info("chunks are evicted by kvcore's %s", settings.eviction)
         self._trace = settings.trace
         self._recorder: Any = None
         self.host: PolicyHost | None = None
@@ -165,6 +168,7 @@ class KvcorePolicy(BaseCachePolicy):
     def _begin(self, chunks: int) -> None:
         """Let the policy decide in a back end of `chunks` chunks."""
         self.host = PolicyHost(self._policy, chunks, 1, fallback=True)
+        _log.info("kvcore's %s decides among %d chunks", self._policy.name, chunks)
         if self._trace is not None:
             self._recorder = _recorder(self._trace, chunks, self._policy)
         early, self._early = self._early, []
