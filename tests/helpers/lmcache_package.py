@@ -82,8 +82,11 @@ class CPU:
     def close(self):
         """Do nothing: the back end closes who counts for it."""
 
-    def serve(self, chunks, *, together=1):
-        """Look a prompt up, and store what has not been hit; `together` prompts are open."""
+    def serve(self, chunks, *, together=1, batch=False):
+        """Look a prompt up, and store what has not been hit; `together` prompts are open.
+
+        In a `batch`, room is made for all of it first, as LMCache's engine does.
+        """
         backend, keys, hits = self.backend, [key_of(each) for each in chunks], 0
         for key in keys:
             if not backend.contains(key, pin=True):
@@ -96,17 +99,21 @@ class CPU:
         while len(self.open) >= together:
             for key in self.open.pop(0):
                 backend.unpin(key)
+        if batch:
+            self.store(*[key for key in keys[hits:] if not backend.contains(key)])
+            return
         for key in keys[hits:]:
             if not backend.contains(key):
                 self.store(key)
 
-    def store(self, key):
-        """Store a chunk, if there is room."""
+    def store(self, *keys):
+        """Store chunks, as far as there is room."""
         self.now += 1
-        data = self.backend.allocate(SHAPE, torch.uint8, busy_loop=False)
-        if data is not None:
-            self.backend.submit_put_task(key, data)
-            data.ref_count_down()
+        data = [self.backend.allocate(SHAPE, torch.uint8, busy_loop=False) for _ in keys]
+        data = [each for each in data if each is not None]
+        self.backend.batched_submit_put_task(keys[: len(data)], data)
+        for each in data:
+            each.ref_count_down()
 
 
 class Replay:

@@ -44,17 +44,17 @@ def test_evicts_in_lmcache_what_a_replay_in_kvcore_evicts(prompts, policy):
     assert served.policy.host.failure is None
 
 
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize(("together", "batch"), [(4, False), (1, True)])
 @pytest.mark.parametrize("policy", SAME)
 def test_evicts_what_lmcache_itself_evicts_where_the_algorithms_are_one(
-    prompts, policy, together, monkeypatch
+    prompts, policy, together, batch, monkeypatch
 ):
     """Hosted LRU, FIFO, MRU, and LFU without decay, evict what LMCache's own do."""
     monkeypatch.setenv("KVCORE_EVICTION", policy)
     hosted, own = CPU("kvcore", 1000), CPU(SAME[policy], 1000)
     for prompt in prompts[:300]:
-        hosted.serve(prompt, together=together)
-        own.serve(prompt, together=together)
+        hosted.serve(prompt, together=together, batch=batch)
+        own.serve(prompt, together=together, batch=batch)
     assert (hosted.hits, digest(hosted.evicted)) == (own.hits, digest(own.evicted))
 
 
@@ -319,6 +319,23 @@ def test_a_recording_has_the_evictions_and_can_be_run_again(
         again.hits += again.cached(each.keys[0])
         again.use(each.keys[0])
     assert (again.hits, digest(again.evicted)) == (cpu.hits, digest(evicted))
+
+
+def test_a_recording_of_batches_has_the_evictions_if_the_size_is_given(
+    prompts, tmp_path, monkeypatch
+):
+    """Room is made for all chunks of a prompt at once; nothing disagrees."""
+    monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
+    monkeypatch.setenv(CHUNKS, "300")
+    cpu = CPU("kvcore:slru", 300)
+    for prompt in prompts[:80]:
+        cpu.serve(prompt, batch=True)
+    recorder = cpu.policy._recorder
+    recorder.close()
+    assert (recorder.failure, recorder.disagreements) == (None, {})
+    recorded = [key for key in cpu.evicted if key not in map(kvcore_key, cpu.policy._evicted)]
+    assert recorder.evictions.hexdigest == digest(recorded)
+    assert recorder.evictions.blocks > 500
 
 
 # Failures, and what it relies on.
