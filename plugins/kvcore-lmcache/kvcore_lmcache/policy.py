@@ -140,8 +140,13 @@ class KvcorePolicy(BaseCachePolicy):
             if self.host is None and hosted:
                 self._begin(hosted)
             now = self.clock()
+
+            def usable(key: Any) -> bool:
+                entry = cache_dict.get(key)
+                return entry is not None and bool(entry.can_evict)
+
             while self.host is not None and len(found) < num_candidates:
-                key = self.host.victim(lambda key: cache_dict[key].can_evict, now=now)
+                key = self.host.victim(usable, now=now)
                 if key is None:
                     break
                 found.append(key)
