@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from typing import Any, NoReturn
 
 import attrs

@@ -15,11 +15,9 @@ to hear; the rest is when.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
 
 import attrs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
@@ -27,10 +25,8 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 
 from kvcore import InputError, Request
 from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
-from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES, Retention
-from kvcore.units import NS_PER_S
-
-_log = logging.getLogger("vllm.kvcore")
+from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
+from kvcore_vllm.hints import read_hints
 
 UNKNOWN_CHUNK_TOKENS = 256
 """Tokens of a chunk until a request says where its first one ends."""
@@ -313,50 +309,18 @@ def _priority(use: _Use, end: int, now: int) -> tuple[int, int | None]:
     return priority, None if duration is None else now + duration
 
 
-# Hints: what a client or a router says about the K/V of a request.
-
-RETAIN, SESSION = "kvcore.retain", "kvcore.session"
-
-
 def _request(context: ReqContext, positions: dict[OffloadKey, int], tokens: int) -> Request:
     """Return the request as a policy sees it: by the chunks of its first group."""
     groups = sorted({get_offload_group_idx(key) for key in positions})
     keys = [key for key in positions if get_offload_group_idx(key) == groups[0]]
     keys.sort(key=positions.__getitem__)
-    hints: dict[str, Any] = {}
-    envelope = getattr(context, "kv_hints", None)
-    for action in () if envelope is None else envelope.actions:
-        try:
-            _read(action.action_type, action.payload, hints)
-        except (KeyError, TypeError, ValueError, InputError) as error:
-            _log.warning("request %s: KV hint %s: %s", context.req_id, action.action_id, error)
     return Request(
         id=context.req_id,
         prompt_tokens=max(positions.values(), default=0),
         keys=keys,
         key_tokens=tokens,
-        retention=tuple(hints.get("retention", ())),
-        session=hints.get("session"),
-        tool=hints.get("tool"),
+        **read_hints(context.req_id, getattr(context, "kv_hints", None)),
     )
-
-
-def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
-    """Add what an action says to `hints`; one that is not known says nothing."""
-    if kind == RETAIN:
-        seconds = payload.get("seconds")
-        duration = None if seconds is None else round(seconds * NS_PER_S)
-        hint = Retention(
-            payload.get("start", 0), payload.get("end"), payload["priority"], duration
-        )
-        hints.setdefault("retention", []).append(hint)
-    elif kind == SESSION:
-        for name in ("session", "tool"):
-            value = payload.get(name)
-            if value is not None and not isinstance(value, str):
-                msg = f"{name} must be text, not {value!r}"
-                raise ValueError(msg)
-            hints[name] = value
 
 
 class _Recording:
@@ -369,9 +333,11 @@ class _Recording:
         from vllm import __version__  # noqa: PLC0415  (only where it is recorded)
 
         assert settings.trace is not None
+        # The GPU pool of the same process may have the name itself.
+        path = settings.trace.with_name(f"cpu-tier-{settings.trace.name}")
         self._host = host
         self._recorder = EngineRecorder(
-            settings.trace, blocks=host.blocks, block_size=tokens, eviction=host.eviction,
+            path, blocks=host.blocks, block_size=tokens, eviction=host.eviction,
             engine=f"vllm {__version__}, CPU tier", accounting="keys", duplicates=False,
         )  # fmt: skip
         self._table: dict[str, int] = {}

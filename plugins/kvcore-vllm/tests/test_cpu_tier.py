@@ -29,7 +29,7 @@ with catch_warnings(action="ignore"):  # of what vLLM imports
     from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
     from kvcore_vllm import KvcorePolicy
-    from kvcore_vllm.cpu_tier import RETAIN, SESSION
+    from kvcore_vllm.hints import RETAIN, SESSION
 
 POLICIES = [
     name
@@ -292,8 +292,8 @@ class TestHints:
 
 def test_what_it_decides_is_recorded(tier, tmp_path, monkeypatch):
     """As a trace that `kvcore replay` checks, and that can be run again."""
-    path = tmp_path / "tier.jsonl"
-    monkeypatch.setenv("KVCORE_TRACE", str(path))
+    path = tmp_path / "cpu-tier-day.jsonl"
+    monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     each = tier("lru", 300)
     outcome = serve(each, conversations(200))
     recorder = each.policy._recording._recorder
