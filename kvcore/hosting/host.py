@@ -167,7 +167,8 @@ class PolicyHost:
         spans, above = self._spans, self._root
         keys = blocks if keys is None else keys
         if not (spans.keys().isdisjoint(blocks) and self._orphans.keys().isdisjoint(blocks)):
-            msg = f"of {blocks!r} one is stored already: let it leave by `victims` or `dropped`"
+            block = next(block for block in blocks if block in self)
+            msg = f"block {block!r} is stored already: let it leave by `victims` or `dropped`"
             raise InputError(msg)
         if parent is not None:
             above = spans.get(parent, above)
@@ -348,7 +349,7 @@ class PolicyHost:
                 del self._orphans[block]
                 return block
         self.eviction.requester = requester
-        vain: list[Span] = []
+        vain: list[_BlockSpan] = []
         found: Block | None = None
         while found is None and self.evictable:
             span = self._victim(now)

@@ -392,7 +392,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
 
 
 def kvcore_request(request: Any, block_size: int, now: int, *, keys: bool = True) -> Request:
-    """Return a request of vLLM as policies know it. O(blocks of its prompt), or without keys."""
+    """Return a request of vLLM as policies know it. O(blocks of its prompt) for the keys."""
     tokens = request.num_prompt_tokens
     hashes = request.block_hashes[: tokens // block_size] if keys else ()
     return Request(
