@@ -233,7 +233,7 @@ class PolicyHost:
                 msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
                 raise InputError(msg)
 
-    def hit(  # noqa: C901 - one access, told from top to bottom
+    def hit(
         self,
         blocks: Sequence[Block],
         now: int,
@@ -254,10 +254,7 @@ class PolicyHost:
         if self._orphans:
             self._adopt(blocks, now, request)
         spans = self._spans
-        path: list[Span] = [spans[block] for block in blocks]
-        if any(below.parent is not span for span, below in pairwise(path)):
-            # Of a block that is a duplicate, the engine found another than its child's parent.
-            path = _closed_path(path)
+        path = _closed([spans[block] for block in blocks])
         if again:
             for span in path:
                 span.last_access = now
@@ -616,8 +613,13 @@ def _unpinned_above(spans: Iterable[Span]) -> int:
     return len(found)
 
 
-def _closed_path(path: list[Span]) -> list[Span]:
-    """Return spans, and all above them, parents before children."""
+def _closed(path: list[Span]) -> list[Span]:
+    """Return the spans of a path, and those above them: parents before children.
+
+    An engine that has two blocks of a key may hit one of them, and a child of the other.
+    """
+    if all(below.parent is span for span, below in pairwise(path)):
+        return path
     found: dict[Span, None] = {}
     for span in path:
         above: Span | None = span

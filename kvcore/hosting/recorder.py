@@ -11,7 +11,7 @@ from collections.abc import Sequence as Keys
 from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
-from typing import Any, ClassVar, Concatenate, ParamSpec
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self
 
 import attrs
 
@@ -24,6 +24,7 @@ from kvcore.trace.fields import EvictionDigest
 from kvcore.units import NS_PER_S
 
 Id = int | str
+Lost = Literal["gone", "expired"]
 
 FLUSH_NS = 5 * NS_PER_S
 """After so long all that has happened is in the file: what a killed engine leaves behind."""
@@ -33,13 +34,13 @@ _P = ParamSpec("_P")
 
 
 class _Recording(Trace):
-    """A trace that keeps what it has when it is given up, and says why a block leaves."""
+    """A trace that keeps what it has when it is given up; blocks leave for many reasons."""
 
-    lost = False
+    reason: Literal["capacity", "expired", "gone"] = "capacity"
 
     def evict(self, now: int, **fields: Any) -> None:
-        """Write EVICT; of a block that the engine has lost with reason `gone`."""
-        super().evict(now, **(fields | {"reason": "gone"} if self.lost else fields))
+        """Write EVICT with the reason that the engine had."""
+        super().evict(now, **(fields | {"reason": self.reason}))
 
     def give_up(self, error: BaseException | None) -> None:
         """Leave the unfinished file, which can be read up to here."""
@@ -336,8 +337,11 @@ class EngineRecorder:
         self._close(request_id, each, self._at(now), output)
 
     @_guarded
-    def dropped(self, key: Key, now: int) -> None:
-        """Record that the engine has lost a block of `key`: a failed store, say."""
+    def dropped(self, key: Key, now: int, reason: Lost = "gone") -> None:
+        """Record that the engine has lost a block of `key`: a failed store, say.
+
+        Or that it has dropped one which its policy had let expire, by the `reason`.
+        """
         now = self._at(now)
         if self._forget(key):
             return
@@ -352,7 +356,7 @@ class EngineRecorder:
             name = span.path_keys[span.start]
             if span is not top:
                 self._orphans[name] = self._copies.pop(name, 1)
-            self._lose(span, now)
+            self._lose(span, now, reason)
 
     @_guarded
     def cleared(self, now: int) -> None:
@@ -373,7 +377,7 @@ class EngineRecorder:
         self._closed = True
         atexit.unregister(self._at_exit)
 
-    def __enter__(self) -> EngineRecorder:
+    def __enter__(self) -> Self:
         """Return the recorder."""
         return self
 
@@ -408,15 +412,15 @@ class EngineRecorder:
                 return True
         return False
 
-    def _lose(self, span: Span, now: int) -> None:
+    def _lose(self, span: Span, now: int, reason: Lost = "gone") -> None:
         """Let a block leave that the engine has lost, now or once it is not in use."""
         if span.ref_count or span.children:
             self._late[span.path_keys[span.start]] = None
             return
         assert self._trace is not None
-        self._trace.lost = True
+        self._trace.reason = reason
         self._leave(span, span.last_request, now)
-        self._trace.lost = False
+        self._trace.reason = "capacity"
 
     def _leave(self, span: Span, requester: Id, now: int) -> None:
         """Remove an unpinned leaf, whose block is free."""

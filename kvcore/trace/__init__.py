@@ -1,7 +1,7 @@
 """The trace: every decision as a line of JSON, read back and checked."""
 
 from kvcore.trace.check import Report, TraceChecker, check_trace, replay
-from kvcore.trace.fields import SCHEMA, decode_runs, encode_runs, read_request
+from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs, read_request
 from kvcore.trace.reader import (
     ServerReader,
     TraceReader,
@@ -15,6 +15,7 @@ from kvcore.trace.writer import Trace
 __all__ = [
     "SCHEMA",
     "CacheState",
+    "EvictionDigest",
     "Report",
     "ServerReader",
     "Trace",

@@ -518,24 +518,26 @@ class TraceChecker:
         if event.reason == "capacity":
             for place in range(span.end - 1, first - 1, -1):
                 self.evictions.add(span.keys[place // ratio])
+            if not self._of_engine:
+                self._give_to_requester(event, ids)
+                return
+        self.state.prompt(event.requester)
         if event.reason == "expired":
             if not self._expires:
                 violated(f"eviction policy {self._eviction!r} expires nothing")
-            self.state.prompt(event.requester)
-            self._order.expire(ids)
             self._expired_for = event.requester
-        elif self._of_engine:
-            self.state.prompt(event.requester)
-            self._order.expire(ids)
-        elif event.reason == "gone":
-            violated("no engine is named in HEADER that can lose blocks")
-        else:
-            if self._evicting is None:
-                self.lifecycles.want(event.requester)
-                self._evicting = event.requester
-            elif self._evicting != event.requester:
-                self._refuse_victims()
-            self._order.evict(ids, event.requester)
+        elif not self._of_engine:
+            violated("only an engine loses blocks, and HEADER names none")
+        self._order.expire(ids)
+
+    def _give_to_requester(self, event: events.Evict, ids: Ids) -> None:
+        """Check that the request for which blocks were evicted may take them."""
+        if self._evicting is None:
+            self.lifecycles.want(event.requester)
+            self._evicting = event.requester
+        elif self._evicting != event.requester:
+            self._refuse_victims()
+        self._order.evict(ids, event.requester)
 
     @cached_property
     def _expires(self) -> bool:

@@ -28,8 +28,8 @@ class CheckedReplica:
         header: what HEADER says of it.
         leaving: whether it is sent no more requests, and fails when it has ended all.
         failures: how often it failed, or stopped.
-        routed, finished, rejected, preemptions, hits, evictions: counts of the lives before this one;
-            `routed` and `evictions` of this one too.
+        routed, finished, rejected, preemptions, hits, evictions: counts of the lives before
+            this one; `routed` and `evictions` of this one too.
         sent: keys of what was routed to it in this life, and generated there.
         handed: requests that it has prefilled in this life, and that went on elsewhere.
     """

@@ -30,7 +30,7 @@ def test_json_is_alone_on_stdout(trace):
     assert (done.returncode, done.stderr) == (0, "")
     assert list(report) == [
         *("schema", "file", "complete", "lines", "events", "pool"),
-        *("requests", "finished", "rejected", "preemptions", "hit", "tiers", "header"),
+        *("requests", "finished", "rejected", "preemptions", "evictions", "hit", "tiers", "header"),
     ]
     assert (report["schema"], report["file"], report["lines"]) == (1, str(trace), 49)
     assert report["header"] == lines(trace)[0]
