@@ -204,13 +204,13 @@ def test_a_host_that_is_slower_than_the_device_sets_the_time(tmp_path, monkeypat
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 def test_calibrate_finds_the_constants_of_the_device(tmp_path, monkeypatch, ahead):
-    """Those of a roofline; a host that works between two steps is in the overhead."""
+    """Those of a roofline; a host that works between two steps is in that of the layers."""
     device = Roofline(
-        "llama-3-8b", "h100", tensor_parallel=1, compute=0.6, bandwidth=0.7, overhead=0.002
+        "llama-3-8b", "h100", tensor_parallel=1, compute=0.6, bandwidth=0.7, layer_overhead=6e-5
     )
     path = tmp_path / "steps.csv"
     record(random_server(3), device, path, monkeypatch, ahead=ahead)
     found = fit_latency(path, Roofline("llama-3-8b", "h100", tensor_parallel=1))
-    overhead = 0.002 + (0 if ahead else HOST)
-    expected = {"compute": 0.6, "bandwidth": 0.7, "overhead": overhead}
+    overhead = 6e-5 + (0 if ahead else HOST) / 32
+    expected = {"compute": 0.6, "bandwidth": 0.7, "layer_overhead": overhead}
     assert found.fitted == pytest.approx(expected, rel=1e-3)
