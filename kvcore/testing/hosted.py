@@ -150,12 +150,10 @@ class HostedCache:
 
     def _drop(self, top: Key, now: int) -> None:
         """Drop what has expired and all below it, leaves first."""
-        order = [self.host.span(top)]
-        for span in order:
-            order.extend((span.children or {}).values())
-        for span in reversed(order):
-            self.host.dropped(span.path_keys[span.start], now, reason="expired")
-        self.pool.free_blocks += len(order)
+        branch = self.host.branch(top)
+        for block in branch:
+            self.host.dropped(block, now, reason="expired")
+        self.pool.free_blocks += len(branch)
 
     @staticmethod
     def _priority(running: Running, block: int) -> tuple[int, int | None]:

@@ -7,11 +7,8 @@ a GPU or a server, are stood in for by empty ones.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from array import array
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 warnings.simplefilter("ignore")  # of packages that are not ours
@@ -21,8 +18,12 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
 import transformers  # noqa: E402, F401
+from helpers.engines import stand_in  # noqa: E402
 
-UNUSED = (
+# Waiting prefixes are renewed every 32 passes, which asks for the settings of a server.
+os.environ["SGLANG_ENABLE_WAITING_PREFIX_REFRESH"] = "0"
+# What SGLang imports on the way to its caches, and these do not call.
+stand_in(
     "IPython",
     "compressed_tensors",
     "gguf",
@@ -37,76 +38,8 @@ UNUSED = (
     "triton",
     "tvm_ffi",
     "xgrammar",
+    package="sglang",
 )
-"""Modules that SGLang imports on the way to its caches, and these do not call."""
-
-
-class _Anything(type):
-    """The class of empty classes, whose every attribute is an empty class."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _empty(name)
-
-    def __or__(cls, other):
-        return cls
-
-    __ror__ = __or__
-
-
-def _empty(name):
-    """Return an empty class, whose instances decorate what they are called with."""
-    return _Anything(
-        name,
-        (),
-        {
-            "__init__": lambda *_args, **_options: None,
-            "__call__": lambda self, *args, **_options: args[0] if args else self,
-        },
-    )
-
-
-class _Unused(MetaPathFinder, Loader):
-    """Finds an empty module, whose every name is an empty class, for those not called."""
-
-    def find_spec(self, name, path=None, target=None):
-        """Return the empty module, if it is unused, or SGLang alone asks for it in vain."""
-        known = any(name == each or name.startswith(f"{each}.") for each in UNUSED)
-        return ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec):
-        """Leave it to Python."""
-
-    def exec_module(self, module):
-        """Give the module a class for every name that is asked for."""
-
-        def __getattr__(name):  # noqa: N807 - the hook of a module
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return _empty(name)
-
-        module.__getattr__ = __getattr__
-
-
-class _Missing(_Unused):
-    """The same for all that is not installed, where a file of SGLang imports it."""
-
-    def find_spec(self, name, path=None, target=None):
-        """Return the empty module, if a file of SGLang asks for it."""
-        frame = sys._getframe(1)
-        while frame is not None and "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back
-        wanted = frame is not None and "/sglang/" in frame.f_code.co_filename
-        if not wanted or name.startswith("sglang"):
-            return None
-        return ModuleSpec(name, self, is_package=True)
-
-
-# Waiting prefixes are renewed every 32 passes, which asks for the settings of a server.
-os.environ["SGLANG_ENABLE_WAITING_PREFIX_REFRESH"] = "0"
-sys.meta_path.insert(0, _Unused())
-sys.meta_path.append(_Missing())
 
 from sglang.srt.managers.schedule_policy import (  # noqa: E402
     SchedulePolicy,

@@ -1,4 +1,4 @@
-"""Step lists of the real vLLM: its scheduler and its cache manager, without a model.
+"""The real vLLM without a model: its scheduler, driven in virtual time, and its cache manager.
 
 vLLM is installed without its dependencies. What its scheduler never calls, and modules that
 need a GPU or a server, are stood in for by empty ones.
@@ -6,17 +6,16 @@ need a GPU or a server, are stood in for by empty ones.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import attrs
 import torch
+from helpers.engines import stand_in
 from helpers.step_lists import STEP_NS, Server, Step
 
-UNUSED = (
+# What vLLM imports on the way to its scheduler, and this does not call.
+stand_in(
     "cbor2",
     "cloudpickle",
     "cpuinfo",
@@ -28,39 +27,11 @@ UNUSED = (
     "vllm.reasoning",
     "xgrammar",
 )
-"""Modules that vLLM imports on the way to its scheduler, and this does not call."""
-
-LONG = 1 << 20
-"""Tokens of the longest sequence where a server sets no limit."""
-
-
-class _Unused(MetaPathFinder, Loader):
-    """Finds an empty module, whose every name is an empty class, for those not called."""
-
-    def find_spec(self, name, path=None, target=None):
-        """Return the empty module, if `name` is one of them or lies in one."""
-        known = any(name == each or name.startswith(f"{each}.") for each in UNUSED)
-        return ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec):
-        """Leave it to Python."""
-
-    def exec_module(self, module):
-        """Give the module a class for every name that is asked for."""
-
-        def __getattr__(name):  # noqa: N807 - the hook of a module
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = __getattr__
-
-
-sys.meta_path.insert(0, _Unused())
 
 from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockHashToBlockMap  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
@@ -69,6 +40,10 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.request import RequestStatus as Status  # noqa: E402
+
+
+LONG = 1 << 20
+"""Tokens of the longest sequence where a server sets no limit."""
 
 
 @attrs.frozen
@@ -86,12 +61,33 @@ class Run:
     over: int
 
 
-def run(server: Server) -> Run:
-    """Serve the requests of `server` by vLLM's scheduler, in steps of `STEP_NS`."""
-    return _Driver(server).run()
+def run(server: Server, scheduler: type | None = None) -> Run:
+    """Serve the requests of `server` by vLLM's scheduler, in steps of `STEP_NS`.
+
+    `scheduler` is another class for it.
+    """
+    return Driver(server, scheduler).run()
 
 
-class _Hashes(BlockHashToBlockMap):
+def full_attention(blocks: int, block_size: int) -> KVCacheConfig:
+    """Return a pool of blocks of one group, as a model with full attention has it."""
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
+    )
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+    )
+
+
+def cache_manager(blocks: int, block_size: int, **options) -> KVCacheManager:
+    """Return vLLM's cache manager for such a pool, one block of which is never used."""
+    layers = full_attention(blocks, block_size)
+    return KVCacheManager(layers, LONG, block_size, block_size, **options)
+
+
+class Hashes(BlockHashToBlockMap):
     """The cached blocks by their hash; counts the second ones."""
 
     duplicates = 0
@@ -102,17 +98,17 @@ class _Hashes(BlockHashToBlockMap):
         super().insert(key, block)
 
 
-class _Driver:
+class Driver:
     """Gives requests to a scheduler, and a token for each to its plans, as an engine does.
 
     An asynchronous engine keeps two plans: one runs while the other is made. Whatever a plan
     computes, a step takes the same time; an empty one takes none.
     """
 
-    def __init__(self, server):
+    def __init__(self, server, kind=None):
         self.server = server
-        self.scheduler = _scheduler(server)
-        self.hashes = _Hashes()
+        self.scheduler = make_scheduler(server, kind)
+        self.hashes = Hashes()
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.pool.cached_block_hash_to_block = self.hashes
         longest = server.options.get("max_model_len") or LONG  # vLLM's front end refuses others
@@ -126,7 +122,7 @@ class _Driver:
         now = idle = 0  # idle: when what has been planned will have run
         while True:
             while self.arrivals and self.arrivals[0].arrival <= now:
-                self.scheduler.add_request(_request(self.arrivals.popleft(), self.server))
+                self.scheduler.add_request(make_request(self.arrivals.popleft(), self.server))
             if self.scheduler.has_requests():
                 plan, output = self.plan()
                 idle = max(now, idle) + STEP_NS * bool(plan.num_scheduled_tokens)
@@ -182,8 +178,8 @@ class _Driver:
         return plan, ModelRunnerOutput([*tokens], places, sampled)
 
 
-def _scheduler(server):
-    """Return a scheduler of vLLM with the options of `server`."""
+def make_scheduler(server, kind=None, **caching):
+    """Return a scheduler of vLLM, or of a class of its kind, with the options of `server`."""
     longest = server.options.get("max_model_len") or LONG
     options = {
         "scheduler_reserve_full_isl": server.options.get("reserve") != "first-chunk",
@@ -201,7 +197,9 @@ def _scheduler(server):
         async_scheduling=bool(server.lag),
         **options,
     )
-    caching = CacheConfig(block_size=server.block_size, enable_prefix_caching=True)
+    caching = CacheConfig(
+        block_size=server.block_size, **{"enable_prefix_caching": True, **caching}
+    )
     config = VllmConfig(
         scheduler_config=scheduling, cache_config=caching, device_config=DeviceConfig("cpu")
     )
@@ -217,20 +215,13 @@ def _scheduler(server):
         multimodal_config=None,
         return_sampling_mask=False,
     )
-    attention = FullAttentionSpec(
-        block_size=server.block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
-    )
-    layers = KVCacheConfig(
-        num_blocks=server.blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
-    )
+    layers = full_attention(server.blocks, server.block_size)
     grammar = SimpleNamespace(accept_tokens=lambda *_: True)
-    kind = scheduling.get_scheduler_cls()
+    kind = kind or scheduling.get_scheduler_cls()
     return kind(config, layers, grammar, block_size=server.block_size)
 
 
-def _request(request, server):
+def make_request(request, server):
     """Return `request` for vLLM: its tokens mean nothing, its blocks have the same keys."""
 
     def hashes(job):

@@ -1,0 +1,282 @@
+"""The cache policy of LMCache whose order is that of a policy of kvcore."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import MutableMapping
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from threading import RLock
+from typing import Any, ClassVar
+
+from kvcore import Request
+from kvcore.cache import EvictionPolicy
+from kvcore.errors import InputError
+from kvcore.hosting import HostSettings, PolicyHost
+from kvcore.plugins import find_override
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+
+CHUNKS = "KVCORE_LMCACHE_CHUNKS"
+"""Variable with the size of a back end in chunks; without it the first eviction tells it."""
+
+EARLY = 1_000_000
+"""Hits that are remembered until the size is known; of more the oldest half is forgotten."""
+
+REFUSED = {
+    "adaptive": "it draws an expert for the request that needs room, which LMCache does not name",
+    "cost": "it weighs what it costs to compute a chunk again, by its position in the prompt",
+    "priority": "priorities come with requests",
+    "tail-lru": "it counts from the end of a conversation, and LMCache tells no positions",
+}
+"""Built-in policies that ask for what LMCache does not tell, with the reason."""
+
+_recorders = count(1)
+
+
+def refuse_unfit(eviction: EvictionPolicy) -> None:
+    """Raise InputError for a policy that needs what LMCache does not tell.
+
+    LMCache tells which chunk is stored, hit and lost; not what comes before it in a prompt,
+    nor the request. What a policy of another distribution reads of a span is not looked at:
+    every chunk is the first of a prompt, of one block.
+    """
+    why = REFUSED.get(eviction.name)
+    if why is None and eviction.expires_spans:
+        why = "what has expired must not be hit, and LMCache asks nobody on look-up"
+    for method in ("on_queued", "on_dequeued", "on_end"):
+        if why is None and find_override(eviction, method):
+            why = f"it has to hear of requests (`{method}`), of which LMCache does not tell"
+    if why:
+        msg = f"eviction policy {eviction.name!r} cannot be used in LMCache: {why}"
+        raise InputError(msg)
+
+
+class KvcorePolicy(BaseCachePolicy):
+    """Lets an eviction policy of kvcore decide what a back end of LMCache evicts.
+
+    Every chunk is a span of one block, and a child of the root. It is stored when it enters
+    the mapping of the back end, and gone when it leaves it, whatever the reason: so policy
+    and back end cannot part. Each hit of a chunk is an access by a request of its own.
+
+    A back end makes room before it says for which chunk: of a miss the policy hears right
+    before the chunk is stored, after the eviction. A chunk that is in use when its turn to
+    leave has come counts as used at that moment.
+
+    The size of a back end in chunks is `KVCORE_LMCACHE_CHUNKS`; or how many it has when it
+    evicts for the first time, and what was stored and hit until then is told to the policy
+    only then. Layers of a chunk, where LMCache stores these one by one, count as one: the
+    first.
+
+    If the policy fails, chunks are evicted from the one used least recently on (`PolicyHost`).
+
+    Args:
+        eviction: the policy, with options; None: what `KVCORE_EVICTION` says.
+
+    Attributes:
+        clock: returns the time in ns.
+        host: the host of the policy; None until the size is known.
+
+    Raises:
+        InputError: no such policy, or one that LMCache cannot feed.
+    """
+
+    clock: ClassVar[Any] = staticmethod(time.monotonic_ns)
+
+    def __init__(self, eviction: str | None = None) -> None:
+        settings = HostSettings.from_environment()
+        if eviction is not None:
+            settings = HostSettings(eviction, settings.trace)
+        self._policy = settings.build()
+        refuse_unfit(self._policy)
+        self._trace = settings.trace
+        self._recorder: Any = None
+        self.host: PolicyHost | None = None
+        # Back ends call in their own locks, but for a file that lacks when it is read.
+        self._lock = RLock()
+        self._early: list[tuple[str, Any, int]] = []
+        self._early_hits = 0
+        self._offered: list[Any] = []
+        self._evicted: list[Any] = []  # not in the recording yet
+        self._accesses = 0
+        chunks = os.environ.get(CHUNKS)
+        if chunks:
+            if not chunks.isdecimal() or not int(chunks):
+                msg = f"{CHUNKS}={chunks!r}: give the size of a back end in chunks, above 0"
+                raise InputError(msg)
+            self._begin(int(chunks))
+
+    # What LMCache calls.
+
+    def init_mutable_mapping(self) -> Entries:
+        """Return the mapping in which the back end keeps its entries."""
+        return Entries(self)
+
+    def update_on_hit(self, key: Any, cache_dict: Any) -> None:
+        """Count a use of a chunk."""
+        with self._lock:
+            self._tell("hit", key)
+
+    def update_on_put(self, key: Any) -> None:
+        """Do nothing: a chunk counts from when it is in the mapping."""
+
+    def update_on_force_evict(self, key: Any) -> None:
+        """Do nothing: a chunk counts until it leaves the mapping."""
+
+    def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
+        """Return up to `num_candidates` keys whose entries can leave, in order."""
+        with self._lock:
+            for key in self._offered:
+                if key in cache_dict:  # it was not evicted, after all
+                    self._tell("stored", key)
+            self._offered = found = []
+            hosted = sum(map(_counts, cache_dict)) if self.host is None else 0
+            if self.host is None and hosted:
+                self._begin(hosted)
+            now = self.clock()
+            while self.host is not None and len(found) < num_candidates:
+                key = self.host.victim(lambda key: cache_dict[key].can_evict, now=now)
+                if key is None:
+                    break
+                found.append(key)
+                if hasattr(key, "layer_id"):
+                    break  # LMCache evicts all layers of one chunk, however many it asked for
+            if self._recorder is not None:
+                self._evicted += found
+            return list(found)
+
+    # What the mapping tells.
+
+    def entered(self, key: Any) -> None:
+        """Store a chunk that has entered the mapping."""
+        with self._lock:
+            self._tell("stored", key)
+
+    def left(self, key: Any) -> None:
+        """Drop a chunk that has left the mapping, unless it was evicted."""
+        with self._lock:
+            self._tell("gone", key)
+
+    # Inside.
+
+    def _begin(self, chunks: int) -> None:
+        """Let the policy decide in a back end of `chunks` chunks."""
+        self.host = PolicyHost(self._policy, chunks, 1, fallback=True)
+        if self._trace is not None:
+            self._recorder = _recorder(self._trace, chunks, self._policy)
+        early, self._early = self._early, []
+        for what, key, now in early:
+            self._apply(what, key, now)
+
+    def _tell(self, what: str, key: Any) -> None:
+        """Tell the policy of a chunk, now or when it begins."""
+        if not _counts(key):
+            return
+        now = self.clock()
+        if self.host is not None:
+            self._apply(what, key, now)
+            return
+        self._early.append((what, key, now))
+        if what == "hit":
+            self._early_hits += 1
+            if self._early_hits > EARLY:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Forget the older half of the hits."""
+        hits = 0
+        kept = []
+        for each in self._early:
+            hits += each[0] == "hit"
+            if each[0] != "hit" or hits > EARLY // 2:
+                kept.append(each)
+        self._early, self._early_hits = kept, hits - EARLY // 2
+
+    def _apply(self, what: str, key: Any, now: int) -> None:
+        host = self.host
+        assert host is not None
+        if (what == "stored") is (key in host):
+            return  # what was evicted leaves the mapping; a hit comes after its chunk has left
+        if what == "gone":
+            host.dropped(key, now)
+            if self._recorder is not None:
+                self._recorder.dropped(key_of(key), now)
+            return
+        self._accesses += 1
+        name = key_of(key)
+        request = Request(
+            id=self._accesses, arrival=now, prompt_tokens=1, key_tokens=1, keys=[name]
+        )
+        if what == "hit":
+            host.pin(key)
+            host.hit([key], now)
+        else:
+            host.missed(request, 0, now)
+            host.stored(key, None, now, key=name)
+        host.unpin(key, now)
+        if self._recorder is not None:
+            self._record(request, hit=what == "hit", now=now)
+
+    def _record(self, request: Request, *, hit: bool, now: int) -> None:
+        """Record a use as a request of one chunk."""
+        recorder, evicted = self._recorder, [key_of(key) for key in self._evicted]
+        self._evicted = []
+        recorder.request(request, now)
+        recorder.opened(request.id, hit=int(hit), blocks=int(not hit), evicted=evicted, now=now)
+        recorder.committed(request.id, blocks=1, now=now)
+        recorder.closed(request.id, now, output=0)
+
+
+class Entries(dict[Any, Any]):
+    """The entries of a back end, which tells its policy what enters and what leaves.
+
+    All that changes it does so by one of two methods. Reading it is as fast as a dict's.
+    """
+
+    def __init__(self, policy: KvcorePolicy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        new = key not in self
+        super().__setitem__(key, entry)
+        if new:
+            self._policy.entered(key)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._policy.left(key)
+
+    clear = MutableMapping.clear
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+
+
+def key_of(key: Any) -> int | bytes:
+    """Return the kvcore key of an LMCache key: its hash if that says it all."""
+    chunk = key.chunk_hash
+    if isinstance(chunk, int) and 0 <= chunk < 1 << 63 and not key.tags:
+        return chunk
+    return blake2b(key.to_string().encode(), digest_size=16).digest()
+
+
+def _counts(key: Any) -> bool:
+    """Return True unless `key` is that of a layer other than the first."""
+    return getattr(key, "layer_id", 0) == 0
+
+
+def _recorder(path: Path, chunks: int, eviction: EvictionPolicy) -> Any:
+    """Return a recorder, with the process and a number in the name of its file."""
+    from kvcore.hosting.recorder import EngineRecorder  # noqa: PLC0415
+
+    from lmcache import __version__  # noqa: PLC0415
+
+    name, dot, suffixes = path.name.partition(".")
+    path = path.with_name(f"{name}-{os.getpid()}-{next(_recorders)}{dot}{suffixes}")
+    return EngineRecorder(
+        path, blocks=chunks, block_size=1, eviction=eviction, engine=f"lmcache {__version__}",
+        accounting="keys", duplicates=False,
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Packages of real engines, without their dependencies; as a program: installs those named."""
+
+import subprocess
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+
+import pytest
+
+
+def required(package):
+    """Skip the module of tests if the package of an engine is not installed."""
+    if find_spec(package) is None:
+        reason = f"{package} is not installed: `tox -e {package}` does so if the index has it"
+        pytest.skip(reason, allow_module_level=True)
+
+
+def stand_in(*modules, package=None):
+    """Let imports of `modules`, and of what lies in them, find empty modules.
+
+    Every name of such a module is an empty class. For what is not called, and for what needs
+    a GPU or a server.
+
+    Args:
+        modules: names of the modules.
+        package: an engine's package whose files find empty modules for all that lacks.
+    """
+    sys.meta_path.insert(0, _Unused(modules))
+    if package is not None:
+        sys.meta_path.append(_Missing(package))
+
+
+class _Anything(type):
+    """The class of empty classes, whose every attribute is an empty class."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _empty(name)
+
+    def __or__(cls, other):
+        return cls
+
+    __ror__ = __or__
+
+
+def _empty(name):
+    """Return an empty class, whose instances decorate what they are called with."""
+    return _Anything(
+        name,
+        (),
+        {
+            "__init__": lambda *_args, **_options: None,
+            "__call__": lambda self, *args, **_options: args[0] if args else self,
+        },
+    )
+
+
+class _Unused(MetaPathFinder, Loader):
+    """Finds empty modules for those not called."""
+
+    def __init__(self, modules):
+        self.modules = modules
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the empty module, if `name` is one of them or lies in one."""
+        known = any(name == each or name.startswith(f"{each}.") for each in self.modules)
+        return ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec):
+        """Leave it to Python."""
+
+    def exec_module(self, module):
+        """Give the module a class for every name that is asked for."""
+
+        def __getattr__(name):  # noqa: N807 - the hook of a module
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _empty(name)
+
+        module.__getattr__ = __getattr__
+
+
+class _Missing(_Unused):
+    """The same for all that is not installed, where a file of an engine imports it."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the empty module, if a file of the engine asks for it."""
+        frame = sys._getframe(1)
+        while frame is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        wanted = frame is not None and f"/{self.modules}/" in frame.f_code.co_filename
+        if not wanted or name.startswith(self.modules):
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+
+def install(requirement):
+    """Install a package without its dependencies; raise if there is one and that fails."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", requirement]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    lacks = "No matching distribution found" in done.stderr
+    print(f"{requirement}: {done.stderr.strip() or 'installed'}", file=sys.stderr)  # noqa: T201
+    if done.returncode and not lacks:
+        raise SystemExit(done.returncode)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        install(each)
