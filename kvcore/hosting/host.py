@@ -146,7 +146,7 @@ class PolicyHost:
             priority=priority, priority_until=priority_until, tenant=tenant,
         )  # fmt: skip
 
-    def stored_run(  # noqa: C901, PLR0912 - one store, told from top to bottom
+    def stored_run(  # noqa: C901 - one store, told from top to bottom
         self,
         blocks: Sequence[Block],
         parent: Block | None,
@@ -590,7 +590,7 @@ class PolicyHost:
 
 
 def _path(above: Span, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of a path down to `above` and on through `keys`: its own, if it may be."""
+    """Return the keys of a path to `above` and on through `keys`: its own, if it may be."""
     path, start = above.path_keys, above.end
     if not isinstance(path, list):  # the root has none
         return list(keys)

@@ -112,7 +112,7 @@ class _Recorded:
 def _guarded(
     method: Callable[Concatenate[EngineRecorder, _P], None],
 ) -> Callable[Concatenate[EngineRecorder, _P], None]:
-    """Return `method`, which ends the recording where it raises, and does nothing after that."""
+    """Return `method`; where it raises, the recording ends, and later calls do nothing."""
 
     @wraps(method)
     def guarded(self: EngineRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -403,7 +403,7 @@ class EngineRecorder:
                 self.evictions.add(key)
 
     def _forget(self, key: Key) -> bool:
-        """Return True if a block of `key` can leave the engine, and the trace stays the same."""
+        """Return True if a block of `key` can leave the engine, and the trace stays as it is."""
         for counts, last in (self._copies, 1), (self._orphans, 0):
             if key in counts:
                 counts[key] -= 1
