@@ -403,7 +403,7 @@ class EngineRecorder:
                 self.evictions.add(key)
 
     def _forget(self, key: Key) -> bool:
-        """Return True if a block of `key` can leave the engine, and the trace stays as it is."""
+        """Return True if a block of `key` can leave while the trace stays as it is."""
         for counts, last in (self._copies, 1), (self._orphans, 0):
             if key in counts:
                 counts[key] -= 1
