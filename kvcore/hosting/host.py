@@ -550,10 +550,10 @@ class PolicyHost:
         assert children is not None
         if len(children) == 1:
             children.clear()
+        elif children.get(key := span.path_keys[span.start]) is span:
+            del children[key]
         else:
-            key = span.path_keys[span.start]
-            if children.pop(key) is not span:
-                children[key] = children.pop((key, span.id))  # not it, but a duplicate
+            del children[key, span.id]  # a duplicate
         if self._on_remove is not None:
             try:
                 self._on_remove(span, reason)
