@@ -16,7 +16,6 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 # What LMCache imports on the way to its back ends, and these do not call.
 stand_in("aiofile", "cpuinfo", "cryptography", "nixl", "psutil")
 
-from kvcore_lmcache import register  # noqa: E402
 from lmcache.utils import CacheEngineKey  # noqa: E402
 from lmcache.v1.cache_controller.message import OpType  # noqa: E402
 from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
@@ -25,13 +24,10 @@ from lmcache.v1.memory_allocators.mixed_memory_allocator import (  # noqa: E402
 )
 from lmcache.v1.pin_monitor import PinMonitor  # noqa: E402
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend  # noqa: E402
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend  # noqa: E402
-from lmcache.v1.storage_backend.nixl_storage_backend import (  # noqa: E402
-    NixlStaticStorageBackend,
-)
 
 from kvcore import KVCache, Request  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
+from kvcore_lmcache import register  # noqa: E402
 
 CHUNK = 4096
 """Bytes of a chunk, which is as little as LMCache's allocator gives."""

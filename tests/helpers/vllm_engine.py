@@ -41,7 +41,6 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.request import RequestStatus as Status  # noqa: E402
 
-
 LONG = 1 << 20
 """Tokens of the longest sequence where a server sets no limit."""
 

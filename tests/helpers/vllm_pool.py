@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 from helpers.block_pools import SIZE
 from helpers.vllm_engine import Hashes, cache_manager
-from kvcore_vllm.block_pool import host_blocks
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from kvcore.plugins import resolve
+from kvcore_vllm.block_pool import host_blocks
 
 
 class _Tokens:
