@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import attrs
 import orjson
 import pytest
+from helpers.toy_engine import ToyEngine, random_request
 
 from kvcore import Request
-from kvcore.errors import TraceError
+from kvcore.analysis import whatif
+from kvcore.errors import InputError, TraceError
 from kvcore.hosting import EngineRecorder
 from kvcore.plugins import resolve
 from kvcore.trace import EvictionDigest, TraceWorkload, check_trace, read_events
@@ -272,6 +275,52 @@ def test_the_requests_run_again_from_a_recording(path):
     first, second = TraceWorkload(path)
     assert (first.arrival, second.arrival) == (0, SECOND)
     assert first == attrs.evolve(ask("a", [1, 2]), arrival=0)
+
+
+def serial(path, policy, *, blocks=24):
+    """Record an engine that serves random requests one after the other; return it."""
+    engine, draw = ToyEngine(path, policy, blocks), Random(5)
+    for now in range(150):
+        request = random_request(draw, now)
+        # A prompt of whole blocks would compute its last one again, and leave a duplicate.
+        tokens = request.prompt_tokens + (request.prompt_tokens % 4 == 0)
+        request = attrs.evolve(request, prompt_tokens=tokens)
+        engine.arrive(request, now)
+        assert engine.open(request, now)
+        engine.compute(now, now)
+        engine.generate(now, draw.randint(1, 6), now)
+        if draw.random() < 0.3 and (tokens + engine.jobs[now].output) % 4:
+            job = engine.close(now, now, preempted=True)
+            generated = tuple(job.keys[len(request.keys) :])
+            assert engine.open(request, now, job.output, generated)
+            engine.compute(now, now)
+        engine.close(now, now)
+    engine.recorder.close()
+    return engine
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_calls_of_an_engine_are_made_again(path, tmp_path, policy):
+    """With nothing different nothing differs; with its policy, an engine is another one."""
+    engine = serial(path, policy)
+    again = tmp_path / "again.jsonl"
+    same = whatif(path, export=again)
+    assert not same.changes
+    assert same.recorded.hit == same.rerun.hit
+    assert check_trace(again).evictions == engine.digest.as_dict()
+    other = serial(tmp_path / "other.jsonl", "lfu")
+    changed = whatif(path, eviction="lfu", export=again)
+    assert changed.changes
+    assert check_trace(again).evictions == other.digest.as_dict()
+
+
+def test_calls_that_do_not_fit_are_refused(path):
+    """A smaller cache has no room for what was in use at once; and one cache is no cluster."""
+    serial(path, "lru")
+    with pytest.raises(InputError, match=r"the engine had more in use .* give more blocks"):
+        whatif(path, blocks=4)
+    with pytest.raises(InputError, match="the recording of one engine"):
+        whatif(path, replicas=2)
 
 
 @pytest.mark.parametrize(
