@@ -12,7 +12,7 @@ from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
-from kvcore.serving.decode_batch import DecodeSteps
+from kvcore.serving import DecodeSteps
 from kvcore.serving.loop import RunLog
 from kvcore.serving.scheduler import Job
 from kvcore.trace.fields import read_keys, read_request

@@ -35,6 +35,8 @@ def test_json_is_alone_on_stdout(trace):
     assert (report["schema"], report["file"], report["lines"]) == (1, str(trace), 49)
     assert report["header"] == lines(trace)[0]
     assert report["pool"] == {"free": 3, "cached": 5, "private": 0, "spans": 2}
+    assert report["evictions"]["blocks"] == 4
+    assert len(report["evictions"]["digest"]) == 64
 
 
 def test_a_table_for_people(trace):
