@@ -232,7 +232,7 @@ class PolicyHost:
                 msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
                 raise InputError(msg)
 
-    def hit(
+    def hit(  # noqa: C901 - one access, told from top to bottom
         self,
         blocks: Sequence[Block],
         now: int,

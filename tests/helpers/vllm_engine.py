@@ -7,6 +7,7 @@ need a GPU or a server, are stood in for by empty ones.
 from __future__ import annotations
 
 from collections import deque
+from hashlib import sha256
 from types import SimpleNamespace
 
 import attrs
@@ -246,6 +247,8 @@ def _name(number):
 def _hash(request, block, block_size):
     """Return the hash of a block: of its key and its place under it, or of its own."""
     if (block + 1) * block_size > request.prompt_tokens:
-        return b"%d of %d" % (block, request.id)
-    key, place = divmod(block, request.key_tokens // block_size)
-    return b"%d, %d" % (request.keys[key], place)
+        text = b"%d of %d" % (block, request.id)
+    else:
+        key, place = divmod(block, request.key_tokens // block_size)
+        text = b"%d, %d" % (request.keys[key], place)
+    return sha256(text).digest()

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from itertools import count
 from typing import Any, NoReturn
 
 import attrs
@@ -20,10 +20,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.version import __version__
 
 from kvcore import InputError, Request
+from kvcore.cache.hints import priority_steps
 from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
-from kvcore.request import KEY_BYTES
+from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
+from kvcore_vllm.hints import read_hints
 
 # A child of vLLM's logger, whose lines a server prints.
 _log = logging.getLogger("vllm.kvcore")
@@ -143,6 +146,15 @@ class PolicyQueue:
         return iter(())
 
 
+@attrs.define
+class _Known:
+    """A request of vLLM as policies know it, and whether it waits, or was ever admitted."""
+
+    request: Request
+    waits: bool = False
+    admitted: bool = False
+
+
 class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
     """vLLM's block pool, which says what it does to the host of a policy.
 
@@ -151,12 +163,14 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         hits: the blocks that it hits.
         recorder: where the decisions are written; None: nowhere.
         named: how many keys of each request are written.
+        known: the requests that have not ended, by their ids.
     """
 
     opening: tuple[Request, bool] | None = None
     hits: Sequence[Any] = ()
     recorder: EngineRecorder | None = None
     named: dict[str, int]
+    known: dict[str, _Known]
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Take cached blocks into use, the deepest first, as a policy expects it."""
@@ -215,14 +229,24 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         )
         queue, new = self.free_block_queue, slice(num_cached_blocks, num_full_blocks)
         name, now, hashes = request.request_id, queue.clock(), request.block_hashes
-        queue.host.stored_run(
-            [block.block_id for block in blocks[new]],
-            blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None,
-            now,
-            keys=[each[:KEY_BYTES] for each in hashes[new]],
-            request=name,
-            tenant=request.cache_salt,
-        )
+        ids = [block.block_id for block in blocks[new]]
+        keys = [each[:KEY_BYTES] for each in hashes[new]]
+        parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
+        tenant, known = request.cache_salt, self.known.get(name)
+        if known is None or not known.request.retention:
+            queue.host.stored_run(ids, parent, now, keys=keys, request=name, tenant=tenant)
+        else:
+            steps = priority_steps(known.request, self.hash_block_size)
+            for place, (block, key) in enumerate(
+                zip(ids, keys, strict=True), num_cached_blocks
+            ):
+                asked = [step[1:] for step in steps if place < step[0]]
+                priority, duration = asked[0] if asked else (DEFAULT_PRIORITY, None)
+                queue.host.stored(
+                    block, parent, now, key=key, request=name, tenant=tenant, priority=priority,
+                    priority_until=None if duration is None else now + duration,
+                )  # fmt: skip
+                parent = block
         if self.recorder is not None:
             named = self.named.get(name, request.num_prompt_tokens // self.hash_block_size)
             keys = [each[:KEY_BYTES] for each in hashes[named:num_full_blocks]]
@@ -282,15 +306,6 @@ class ExpiringPool(HostedPool):
             self._maybe_evict_cached_block(self.blocks[each])
             queue.lose(self.blocks[each], "expired")
         return None
-
-
-@attrs.define
-class _Known:
-    """A request of vLLM as policies know it, and whether it waits, or was ever admitted."""
-
-    request: Request
-    waits: bool = False
-    admitted: bool = False
 
 
 class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
@@ -388,7 +403,7 @@ def kvcore_request(request: Any, block_size: int, now: int) -> Request:
         salt=request.cache_salt,
         tenant=request.cache_salt,
         priority=-request.priority,  # vLLM serves the lowest first
-        session=request.session_id,
+        **{"session": request.session_id} | read_hints(request.request_id, request.kv_hints),
     )
 
 
@@ -421,13 +436,13 @@ def host_blocks(
     pool.free_block_queue = PolicyQueue(pool, host, clock)
     pool.__class__ = ExpiringPool if policy.expires_spans else HostedPool
     manager.__class__ = HostedManager
-    manager.known = {}
+    manager.known = pool.known = {}
     manager.tables = manager.coordinator.single_type_managers[0].req_to_blocks
     if settings.trace is not None:
         pool.free_block_queue.left, pool.named = [], {}
         pool.recorder = EngineRecorder(
             settings.trace, blocks=host.blocks, block_size=pool.hash_block_size,
-            eviction=policy, engine=f"vllm {version('vllm')}",
+            eviction=policy, engine=f"vllm {__version__}",
         )  # fmt: skip
     _log.info("%s decides which of %d blocks are evicted", settings.eviction, host.blocks)
     return host
@@ -446,10 +461,9 @@ class _Hosted:
 
     synchronous = False
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, vllm_config: Any, *args: Any, **more: Any) -> None:
         """Create vLLM's scheduler, and host its block pool."""
-        super().__init__(*args, **more)
-        if self.scheduler_config.async_scheduling is self.synchronous:
+        if vllm_config.scheduler_config.async_scheduling is self.synchronous:
             name, other = ("SyncScheduler", "Scheduler")[:: 1 if self.synchronous else -1]
             wanted = "asynchronously" if self.synchronous else "synchronously"
             msg = (
@@ -457,12 +471,13 @@ class _Hosted:
                 f"Start the server with --scheduler-cls kvcore_vllm.{other}"
             )
             raise InputError(msg)
-        transfer = self.vllm_config.kv_transfer_config
+        transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector_extra_config.get("lazy_offload"):
             _refuse(
                 "its KV connector reads ahead in vLLM's order what will be evicted",
                 "with lazy_offload=false in its kv_connector_extra_config",
             )
+        super().__init__(vllm_config, *args, **more)
         host_blocks(self.kv_cache_manager, HostSettings.from_environment())
 
     def add_request(self, request: Any) -> None:
