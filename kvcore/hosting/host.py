@@ -253,7 +253,10 @@ class PolicyHost:
         if self._orphans:
             self._adopt(blocks, now, request)
         spans = self._spans
-        path = _closed([spans[block] for block in blocks])
+        path: list[Span] = [spans[block] for block in blocks]
+        if any(below.parent is not span for span, below in pairwise(path)):
+            # Of a block that is a duplicate, the engine found another than its child's parent.
+            path = _closed_path(path)
         if again:
             for span in path:
                 span.last_access = now
@@ -349,10 +352,8 @@ class PolicyHost:
         found: Block | None = None
         while found is None and self.evictable:
             span = self._victim(now)
-            block = self._blocks[span]
-            if usable(block):
-                found = block
-                self._remove(span, "capacity")
+            if usable(span.block):
+                found = self._remove(span, "capacity")
             else:
                 self._pin(span)
                 vain.append(span)
@@ -498,7 +499,7 @@ class PolicyHost:
             span = span.parent  # type: ignore[assignment]
 
     def _branch(self, block: Block) -> list[_BlockSpan]:
-        order = [self._spans[block]]
+        order: list[Any] = [self._spans[block]]
         for span in order:
             order.extend((span.children or {}).values())
         return order[::-1]
@@ -517,14 +518,15 @@ class PolicyHost:
 
     def _victim(self, now: int) -> _BlockSpan:
         """Return the unpinned leaf that the policy wants to evict."""
+        span: Any
         try:
             span = self.eviction.victim(now)
         except FAILURES as error:
             self._fail(policy_error(self.eviction, "victim", error), error)
-            return self.eviction.victim(now)
+            span = self.eviction.victim(now)
         known = span.__class__ is _BlockSpan and self._spans.get(span.block) is span
         if known and not span.ref_count and not span.children:
-            return span
+            return span  # type: ignore[no-any-return]
         if not isinstance(span, Span):
             why = f"{span!r}, which is no span"
         elif not known:
@@ -535,7 +537,8 @@ class PolicyHost:
             why = f"{span!r}, which has children: only leaves can go"
         why += f"; {self.evictable} blocks are evictable"
         self._fail(wrong_answer(self.eviction, "victim()", why))
-        return self.eviction.victim(now)
+        span = self.eviction.victim(now)
+        return span  # type: ignore[no-any-return]
 
     def _remove(self, span: _BlockSpan, reason: str) -> Block:
         """Remove an unpinned leaf; return its block.
@@ -590,7 +593,7 @@ class PolicyHost:
 
 
 def _path(above: Span, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of a path to `above` and on through `keys`: its own, if it may be."""
+    """Return the keys of a path to `above` and on through `keys`: its own list if it may be."""
     path, start = above.path_keys, above.end
     if not isinstance(path, list):  # the root has none
         return list(keys)
@@ -612,13 +615,8 @@ def _unpinned_above(spans: Iterable[Span]) -> int:
     return len(found)
 
 
-def _closed(path: list[Span]) -> list[Span]:
-    """Return the spans of a path, and those above them: parents before children.
-
-    An engine that has two blocks of a key may hit one of them, and a child of the other.
-    """
-    if all(below.parent is span for span, below in pairwise(path)):
-        return path
+def _closed_path(path: list[Span]) -> list[Span]:
+    """Return spans, and all above them, parents before children."""
     found: dict[Span, None] = {}
     for span in path:
         above: Span | None = span
