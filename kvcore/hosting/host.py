@@ -611,3 +611,19 @@ def _unpinned_above(spans: Iterable[Span]) -> int:
             found.add(span)
             span = span.parent  # type: ignore[assignment]  # noqa: PLW2901
     return len(found)
+
+
+def _closed(path: list[Span]) -> list[Span]:
+    """Return the spans of a path, and those above them: parents before children.
+
+    An engine that has two blocks of a key may hit one of them, and a child of the other.
+    """
+    if all(below.parent is span for span, below in pairwise(path)):
+        return path
+    found: dict[Span, None] = {}
+    for span in path:
+        above: Span | None = span
+        while above is not None and above.parent is not None and above not in found:
+            found[above] = None
+            above = above.parent
+    return sorted(found, key=attrgetter("start"))
