@@ -15,10 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import (  # type: ignore[import-not-found]
-    AsyncScheduler,
-)
-from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found]
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 VARIABLE = "KVCORE_STEPS"
 """The environment variable with the path of the CSV file. Without it nothing is recorded."""

@@ -100,10 +100,10 @@ def install(requirement):
     """Install a package without its dependencies; raise if there is one and that fails."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", requirement]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    lacks = "No matching distribution found" in done.stderr
-    print(f"{requirement}: {done.stderr.strip() or 'installed'}", file=sys.stderr)  # noqa: T201
-    if done.returncode and not lacks:
-        raise SystemExit(done.returncode)
+    said = done.stderr.strip() if done.returncode else "installed"
+    print(f"{requirement}: {said.splitlines()[-1]}", file=sys.stderr)  # noqa: T201
+    if done.returncode and "No matching distribution found" not in said:
+        raise SystemExit(said)
 
 
 if __name__ == "__main__":

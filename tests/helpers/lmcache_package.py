@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from hashlib import sha256
-from threading import Thread
+from threading import Event, RLock, Thread
+from unittest.mock import Mock
 
 import torch
 from helpers.engines import required, stand_in
@@ -23,14 +24,23 @@ from lmcache.v1.memory_allocators.mixed_memory_allocator import (  # noqa: E402
     MixedMemoryAllocator,
 )
 from lmcache.v1.pin_monitor import PinMonitor  # noqa: E402
+from lmcache.v1.storage_backend.cache_policy import get_cache_policy  # noqa: E402
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend  # noqa: E402
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend  # noqa: E402
+from lmcache.v1.storage_backend.nixl_storage_backend import (  # noqa: E402
+    NixlStaticStorageBackend,
+)
 
 from kvcore import KVCache, Request  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
 from kvcore_lmcache import register  # noqa: E402
+from kvcore_plugins.eviction import ARC  # noqa: E402
 
 CHUNK = 4096
 """Bytes of a chunk, which is as little as LMCache's allocator gives."""
+
+SHAPE = torch.Size([2, 1, CHUNK // 16, 8])
+"""Keys and values of one layer, in LMCache's order."""
 
 
 def key_of(chunk):
@@ -72,8 +82,11 @@ class CPU:
     def close(self):
         """Do nothing: the back end closes who counts for it."""
 
-    def serve(self, chunks, *, together=1):
-        """Look a prompt up, and store what has not been hit; `together` prompts are open."""
+    def serve(self, chunks, *, together=1, batch=False):
+        """Look a prompt up, and store what has not been hit; `together` prompts are open.
+
+        In a `batch`, room is made for all of it first, as LMCache's engine does.
+        """
         backend, keys, hits = self.backend, [key_of(each) for each in chunks], 0
         for key in keys:
             if not backend.contains(key, pin=True):
@@ -86,17 +99,21 @@ class CPU:
         while len(self.open) >= together:
             for key in self.open.pop(0):
                 backend.unpin(key)
+        if batch:
+            self.store(*[key for key in keys[hits:] if not backend.contains(key)])
+            return
         for key in keys[hits:]:
             if not backend.contains(key):
                 self.store(key)
 
-    def store(self, key):
-        """Store a chunk, if there is room."""
+    def store(self, *keys):
+        """Store chunks, as far as there is room."""
         self.now += 1
-        data = self.backend.allocate(torch.Size([CHUNK]), torch.uint8, busy_loop=False)
-        if data is not None:
-            self.backend.submit_put_task(key, data)
-            data.ref_count_down()
+        data = [self.backend.allocate(SHAPE, torch.uint8, busy_loop=False) for _ in keys]
+        data = [each for each in data if each is not None]
+        self.backend.batched_submit_put_task(keys[: len(data)], data)
+        for each in data:
+            each.ref_count_down()
 
 
 class Replay:
@@ -104,7 +121,7 @@ class Replay:
 
     def __init__(self, policy, chunks):
         self.evicted, self.hits, self.now, self.turn = [], 0, 0, 0
-        policy = resolve("eviction", policy)
+        policy = LateARC() if policy == "arc" else resolve("eviction", policy)
         replay, kind = self, type(policy)
 
         class Noting(kind):
@@ -147,16 +164,118 @@ class Replay:
         self.cache.close(seq, self.now)
 
 
-class Loop:
-    """An event loop in a thread."""
+class LateARC(ARC):
+    """Hears of a miss when the room for it has been made, as a policy in LMCache does."""
+
+    missed = None
+
+    def on_miss(self, request, hit_blocks, now):
+        """Remember the miss."""
+        self.missed = request, hit_blocks, now
+
+    def on_insert(self, span, now):
+        """Hear of it."""
+        super().on_miss(*self.missed)
+        super().on_insert(span, now)
+
+
+class _Served:
+    """A back end below LMCache's CPU memory, with an event loop in a thread.
+
+    Attributes:
+        entries: the mapping that its policy has made.
+        evicted: the chunks that have left, in order.
+    """
 
     def __init__(self):
+        self.memory = CPU("LRU", 100).backend
         self.loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
+        self.thread = Thread(target=self.loop.run_forever, daemon=True)
+        self.evicted = []
 
-    def close(self):
-        """Stop it."""
+    def __enter__(self):
+        """Start the loop."""
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        """Stop the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        self.thread.join()
         self.loop.close()
+
+    def use(self, chunk):
+        """Read a chunk, or store it."""
+        if self.backend.contains(key_of(chunk)):
+            self.backend.get_blocking(key_of(chunk)).ref_count_down()
+        else:
+            self.put(chunk)
+
+    def data(self, chunks):
+        """Return memory of the data of chunks."""
+        return [self.memory.allocate(SHAPE, torch.uint8) for _ in chunks]
+
+
+class Disk(_Served):
+    """LMCache's disk back end of `chunks` chunks."""
+
+    def __init__(self, policy, chunks, path):
+        super().__init__()
+        config = LMCacheEngineConfig.from_defaults(
+            cache_policy=policy,
+            local_disk=str(path),
+            max_local_disk_size=chunks * CHUNK / (1 << 30),
+        )
+        self.backend = LocalDiskBackend(config, self.loop, self.memory, "cpu")
+        self.backend.batched_msg_sender = self
+        self.policy, self.entries = self.backend.cache_policy, self.backend.dict
+
+    def __exit__(self, *error):
+        """Stop what it does."""
+        self.backend.close()
+        super().__exit__(*error)
+
+    def put(self, chunk):
+        """Store a chunk, and wait until it is written."""
+        (data,) = self.data([chunk])
+        written = Event()
+        self.backend.submit_put_task(key_of(chunk), data, lambda _key: written.set())
+        data.ref_count_down()
+        assert written.wait(10)
+
+    add_kv_op = CPU.add_kv_op
+    close = CPU.close
+
+
+class Nixl(_Served):
+    """LMCache's NIXL back end of `chunks` chunks, whose transfers do nothing."""
+
+    def __init__(self, policy, chunks, path):
+        super().__init__()
+        served, free = self, [*range(chunks)]
+
+        class Backend(NixlStaticStorageBackend):
+            def __init__(self):
+                self.loop, self.progress_set = served.loop, set()
+                self.key_lock, self.progress_lock = RLock(), RLock()
+                self._local_cpu_backend = served.memory
+                self.cache_policy = get_cache_policy(policy)
+                self.key_dict = self.cache_policy.init_mutable_mapping()
+                self.agent = Mock()
+                self.pool = Mock(pop=free.pop, push=free.append)
+                self.pool.get_num_available_descs = lambda: len(free)
+
+            def remove(self, key, force=True):  # noqa: FBT002 - LMCache's
+                served.evicted += [key.chunk_hash] * (not force)
+                return super().remove(key, force)
+
+        self.backend = Backend()
+        self.policy, self.entries = self.backend.cache_policy, self.backend.key_dict
+
+    def put(self, *chunks):
+        """Store chunks, and wait until they are."""
+        keys, data = [*map(key_of, chunks)], self.data(chunks)
+        self.backend.batched_submit_put_task(keys, data)
+        for each in data:
+            each.ref_count_down()
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(10)

@@ -144,6 +144,29 @@ def test_protected_blocks_stay():
     assert host.victims(2, now=0) == ["b", "a"]
 
 
+def test_one_victim_of_those_that_can_be_used():
+    """What the policy chooses in vain stays, and is used until the call ends; or none can."""
+    host = make("lru")
+    for block in "abc":
+        release(host, store(host, block))
+    assert host.victim(lambda block: block != "a", now=0) == "b"
+    assert ("b" in host, len(host), host.evictable) == (False, 2, 2)
+    assert host.victim(lambda _block: False, now=0) is None
+    assert (len(host), host.evictable) == (2, 2)
+    assert host.victims(2, now=0) == ["c", "a"]
+
+
+def test_one_victim_is_a_block_below_a_lost_one_first():
+    """As of `victims`: unless it cannot be used."""
+    host = make("lru")
+    release(host, store(host, "xy"))
+    release(host, store(host, "a"))
+    host.dropped("x", 0)
+    assert host.victim(lambda block: block != "y", now=0) == "a"
+    assert host.victim(lambda _block: True, now=0) == "y"
+    assert len(host) == 0
+
+
 def test_the_statistics_of_a_hit():
     """Spans have the count, the time and the admission; of a request that returns, the time."""
     host = make()
@@ -325,6 +348,7 @@ def test_without_a_fall_back_it_is_over():
     for call in (
         lambda: host.pin("a"),
         lambda: host.victims(1, now=0),
+        lambda: host.victim(bool, now=0),
         lambda: store(host, "c"),
     ):
         with pytest.raises(PolicyError) as later:

@@ -14,9 +14,10 @@ def register() -> None:
     cannot be hosted have names too: LMCache refuses them with the reason.
     """
     # LMCache takes seconds to import: nobody who does not use it should wait for it.
+    from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING  # noqa: PLC0415
+
     from kvcore.plugins import Plugins  # noqa: PLC0415
     from kvcore_lmcache.policy import KvcorePolicy  # noqa: PLC0415
-    from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING  # noqa: PLC0415
 
     POLICY_MAPPING["KVCORE"] = KvcorePolicy
     for name in Plugins().names("eviction"):

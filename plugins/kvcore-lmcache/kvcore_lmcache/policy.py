@@ -11,12 +11,14 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
 
+from lmcache.logging import init_logger
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+
 from kvcore import Request
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.hosting import HostSettings, PolicyHost
 from kvcore.plugins import find_override
-from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
 CHUNKS = "KVCORE_LMCACHE_CHUNKS"
 """Variable with the size of a back end in chunks; without it the first eviction tells it."""
@@ -25,7 +27,7 @@ EARLY = 1_000_000
 """Hits that are remembered until the size is known; of more the oldest half is forgotten."""
 
 REFUSED = {
-    "adaptive": "it draws an expert for the request that needs room, which LMCache does not name",
+    "adaptive": "it draws an expert for the request that needs room, and LMCache names none",
     "cost": "it weighs what it costs to compute a chunk again, by its position in the prompt",
     "priority": "priorities come with requests",
     "tail-lru": "it counts from the end of a conversation, and LMCache tells no positions",
@@ -33,6 +35,7 @@ REFUSED = {
 """Built-in policies that ask for what LMCache does not tell, with the reason."""
 
 _recorders = count(1)
+_log = init_logger("lmcache.kvcore")  # shown as LMCache's own lines are
 
 
 def refuse_unfit(eviction: EvictionPolicy) -> None:
@@ -90,6 +93,7 @@ class KvcorePolicy(BaseCachePolicy):
             settings = HostSettings(eviction, settings.trace)
         self._policy = settings.build()
         refuse_unfit(self._policy)
+        _log.info("chunks are evicted by kvcore's %s", settings.eviction)
         self._trace = settings.trace
         self._recorder: Any = None
         self.host: PolicyHost | None = None
@@ -130,13 +134,19 @@ class KvcorePolicy(BaseCachePolicy):
             for key in self._offered:
                 if key in cache_dict:  # it was not evicted, after all
                     self._tell("stored", key)
-            self._offered = found = []
+            found: list[Any] = []
+            self._offered = found
             hosted = sum(map(_counts, cache_dict)) if self.host is None else 0
             if self.host is None and hosted:
                 self._begin(hosted)
             now = self.clock()
+
+            def usable(key: Any) -> bool:
+                entry = cache_dict.get(key)
+                return entry is not None and bool(entry.can_evict)
+
             while self.host is not None and len(found) < num_candidates:
-                key = self.host.victim(lambda key: cache_dict[key].can_evict, now=now)
+                key = self.host.victim(usable, now=now)
                 if key is None:
                     break
                 found.append(key)
@@ -163,6 +173,7 @@ class KvcorePolicy(BaseCachePolicy):
     def _begin(self, chunks: int) -> None:
         """Let the policy decide in a back end of `chunks` chunks."""
         self.host = PolicyHost(self._policy, chunks, 1, fallback=True)
+        _log.info("kvcore's %s decides among %d chunks", self._policy.name, chunks)
         if self._trace is not None:
             self._recorder = _recorder(self._trace, chunks, self._policy)
         early, self._early = self._early, []
@@ -239,17 +250,26 @@ class Entries(dict[Any, Any]):
         self._policy = policy
 
     def __setitem__(self, key: Any, entry: Any) -> None:
+        """Enter or replace an entry."""
         new = key not in self
         super().__setitem__(key, entry)
         if new:
             self._policy.entered(key)
 
     def __delitem__(self, key: Any) -> None:
+        """Remove an entry."""
         super().__delitem__(key)
         self._policy.left(key)
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove an entry and return it, or `default`."""
+        if key not in self and default:
+            return default[0]
+        entry = self[key]
+        del self[key]
+        return entry
+
     clear = MutableMapping.clear
-    pop = MutableMapping.pop
     popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
@@ -270,9 +290,9 @@ def _counts(key: Any) -> bool:
 
 def _recorder(path: Path, chunks: int, eviction: EvictionPolicy) -> Any:
     """Return a recorder, with the process and a number in the name of its file."""
-    from kvcore.hosting.recorder import EngineRecorder  # noqa: PLC0415
-
     from lmcache import __version__  # noqa: PLC0415
+
+    from kvcore.hosting.recorder import EngineRecorder  # noqa: PLC0415
 
     name, dot, suffixes = path.name.partition(".")
     path = path.with_name(f"{name}-{os.getpid()}-{next(_recorders)}{dot}{suffixes}")

@@ -1,0 +1,433 @@
+"""Policies of kvcore in LMCache's own CPU, disk and NIXL back ends."""
+
+import inspect
+import logging
+import os
+from importlib.metadata import entry_points
+from itertools import islice
+from random import Random
+from threading import Thread
+
+import pytest
+from helpers.lmcache_package import CPU, Disk, Nixl, Replay, digest, key_of
+from lmcache.utils import CacheEngineKey, LayerCacheEngineKey
+from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING, get_cache_policy
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+
+from kvcore.errors import InputError
+from kvcore.plugins import Plugins
+from kvcore.trace import check_trace
+from kvcore_lmcache.policy import CHUNKS, EARLY, Entries, KvcorePolicy, refuse_unfit
+from kvcore_lmcache.policy import key_of as kvcore_key
+from kvcore_plugins.eviction import LRU, SIEVE
+
+FLAT = ("lru", "fifo", "lfu", "slru", "sieve", "s3fifo", "arc", "tinylfu", "lruk", "mru")
+SAME = {"lru": "LRU", "fifo": "FIFO", "lfu:half_life=inf": "LFU", "mru": "MRU"}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Prompts of the bundled trace."""
+    return [each.keys for each in islice(Plugins().build("workload", "mooncake"), 500)]
+
+
+@pytest.mark.parametrize("policy", FLAT)
+def test_evicts_in_lmcache_what_a_replay_in_kvcore_evicts(prompts, policy):
+    """The CPU back end evicts the same chunks in the same order as a KVCache on flat keys."""
+    served, replay = CPU(f"kvcore:{policy}", 1200), Replay(policy, 1200)
+    for prompt in prompts:
+        served.serve(prompt)
+        replay.serve(prompt)
+    assert (served.hits, digest(served.evicted)) == (replay.hits, digest(replay.evicted))
+    assert served.hits > 0
+    assert len(served.evicted) > 5_000
+    assert served.policy.host.failure is None
+
+
+@pytest.mark.parametrize(("together", "batch"), [(4, False), (1, True)])
+@pytest.mark.parametrize("policy", SAME)
+def test_evicts_what_lmcache_itself_evicts_where_the_algorithms_are_one(
+    prompts, policy, together, batch, monkeypatch
+):
+    """Hosted LRU, FIFO, MRU, and LFU without decay, evict what LMCache's own do."""
+    monkeypatch.setenv("KVCORE_EVICTION", policy)
+    hosted, own = CPU("kvcore", 1000), CPU(SAME[policy], 1000)
+    for prompt in prompts[:300]:
+        hosted.serve(prompt, together=together, batch=batch)
+        own.serve(prompt, together=together, batch=batch)
+    assert (hosted.hits, digest(hosted.evicted)) == (own.hits, digest(own.evicted))
+
+
+# What cannot leave.
+
+
+@pytest.mark.parametrize("policy", ["kvcore:fifo", "FIFO"])
+def test_a_pinned_chunk_stays_and_the_next_one_leaves(policy):
+    """What a look-up has pinned is passed over; unpinned, it goes in its turn."""
+    cpu = CPU(policy, 3)
+    cpu.serve([1, 2, 3])
+    assert cpu.backend.contains(key_of(1), pin=True)
+    cpu.serve([4])
+    assert cpu.evicted == [2]
+    cpu.backend.unpin(key_of(1))
+    cpu.serve([5])
+    assert cpu.evicted == [2, 1]
+
+
+def test_nothing_leaves_if_all_is_in_use():
+    """There is no candidate, the chunk is not stored, and the policy goes on after that."""
+    cpu = CPU("kvcore:sieve", 2)
+    cpu.serve([1, 2])
+    for chunk in (1, 2):
+        cpu.backend.pin(key_of(chunk))
+    cpu.serve([3])
+    assert not cpu.backend.contains(key_of(3))
+    for chunk in (1, 2):
+        cpu.backend.unpin(key_of(chunk))
+    cpu.serve([3])
+    assert cpu.backend.contains(key_of(3))
+
+
+@pytest.mark.parametrize("policy", FLAT)
+def test_host_and_back_end_have_the_same_chunks(policy):
+    """Whatever is stored, hit, pinned, removed and cleared, in any order: they never part."""
+    random, cpu = Random(policy), CPU(f"kvcore:{policy}", 12)
+    for turn in range(400):
+        first = random.randrange(12)
+        cpu.serve(range(first, first + random.randrange(1, 6)), together=random.randrange(1, 4))
+        if turn % 7 == 0:
+            cpu.backend.remove(key_of(random.randrange(17)))
+        if turn % 97 == 96:
+            cpu.backend.clear()
+        host = cpu.policy.host
+        assert host is None or set(host._spans) == set(cpu.backend.hot_cache)
+    assert host.failure is None
+    assert cpu.evicted
+
+
+def test_back_end_in_many_threads():
+    """Threads that store, look up and remove at once leave host and back end the same."""
+    cpu = CPU("kvcore:s3fifo", 16)
+
+    def work(seed):
+        random = Random(seed)
+        for _ in range(300):
+            chunk = random.randrange(40)
+            if random.random() < 0.1:
+                cpu.backend.remove(key_of(chunk))
+            elif not cpu.backend.contains(key_of(chunk), pin=True):
+                cpu.store(key_of(chunk))
+            else:
+                cpu.backend.touch_cache()
+                cpu.backend.unpin(key_of(chunk))
+
+    threads = [Thread(target=work, args=(seed,)) for seed in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert set(cpu.policy.host._spans) == set(cpu.backend.hot_cache)
+    assert cpu.policy.host.failure is None
+
+
+# The other back ends.
+
+
+@pytest.mark.parametrize("backend", [Disk, Nixl])
+@pytest.mark.parametrize(("policy", "own"), [("kvcore:lru", "LRU"), ("kvcore:fifo", "FIFO")])
+def test_other_back_ends_evict_what_they_do_by_themselves(backend, policy, own, tmp_path):
+    """The disk and NIXL back ends ask the hosted policy, and lose what it says."""
+    evicted = []
+    for name in (policy, own):
+        (tmp_path / own).mkdir(exist_ok=True)
+        with backend(name, 20, tmp_path / own) as served:
+            random = Random(5)
+            for _ in range(150):
+                served.use(int(random.paretovariate(0.5)) % 60)
+            evicted.append(served.evicted)
+            if name == policy:
+                assert set(served.policy.host._spans) == set(served.entries)
+    assert evicted[0] == evicted[1]
+    assert len(evicted[0]) > 30
+
+
+def test_a_batch_gets_as_many_candidates_as_it_needs(tmp_path):
+    """NIXL evicts for all chunks of a batch at once."""
+    with Nixl("kvcore:sieve", 8, tmp_path) as served:
+        served.put(*range(8))
+        served.put(8, 9, 10)
+        assert served.evicted == [0, 1, 2]
+        assert len(served.policy.host) == 8
+
+
+def test_layers_of_a_chunk_leave_together():
+    """Where layers are stored one by one, the first stands for the chunk."""
+    policy, entries = _layered(chunks=3)
+    candidates = policy.get_evict_candidates(entries, 64)
+    assert candidates == [_layer(0, 0)]
+    for layer in (0, 1):
+        policy.update_on_force_evict(_layer(0, layer))
+        entries.pop(_layer(0, layer), None)
+    assert set(policy.host._spans) == {_layer(1, 0), _layer(2, 0)}
+
+
+def test_a_candidate_that_lmcache_does_not_evict_stays():
+    """LMCache keeps a chunk of which a later layer is in use: it is stored anew."""
+    policy, entries = _layered(chunks=3)
+    assert policy.get_evict_candidates(entries, 64) == [_layer(0, 0)]
+    assert policy.get_evict_candidates(entries, 64) == [_layer(1, 0)]
+    del entries[_layer(1, 0)]
+    assert set(policy.host._spans) == {_layer(0, 0), _layer(2, 0)}
+
+
+class OutOfIdeas(Exception):
+    """Raised by a policy."""
+
+
+class Entry:
+    """An entry that can leave."""
+
+    can_evict = True
+
+
+def _layer(chunk, layer):
+    key = key_of(chunk)
+    return LayerCacheEngineKey("model", 1, 0, key.chunk_hash, key.dtype, layer_id=layer)
+
+
+def _layered(chunks):
+    policy = KvcorePolicy("fifo")
+    entries = policy.init_mutable_mapping()
+    for chunk in range(chunks):
+        for layer in (0, 1):
+            entries[_layer(chunk, layer)] = Entry()
+            policy.update_on_put(_layer(chunk, layer))
+    return policy, entries
+
+
+# Names and settings.
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("adaptive", "expert"),
+        ("cost", "position"),
+        ("lookahead", "on_queued"),
+        ("priority", "requests"),
+        ("tail-lru", "positions"),
+        ("tool-ttl", "on_queued"),
+        ("ttl", "look-up"),
+    ],
+)
+def test_refuses_what_lmcache_cannot_feed(policy, why):
+    """The error says which policy, and what LMCache does not tell."""
+    with pytest.raises(InputError, match=f"'{policy}' cannot be used in LMCache: .*{why}"):
+        CPU(f"kvcore:{policy}", 4)
+
+
+def test_every_built_in_policy_is_hosted_or_refused():
+    """Each has a name in LMCache's table, and an answer."""
+    CPU("LRU", 1)
+    refused = set()
+    for name in Plugins().names("eviction"):
+        try:
+            assert isinstance(get_cache_policy(f"kvcore:{name}"), KvcorePolicy)
+        except InputError:
+            refused.add(name)
+    flat = set(Plugins().names("eviction")) - refused
+    assert flat == {*FLAT, "random"}
+
+
+def test_a_policy_of_another_distribution_is_hosted_unless_it_asks_for_requests():
+    """What it overrides decides."""
+
+    class Newest(LRU):
+        name = "newest"
+
+    class Waiting(Newest):
+        name = "waiting"
+
+        def on_end(self, request, now):
+            """Called when a request has ended."""
+
+    refuse_unfit(Newest())
+    with pytest.raises(InputError, match=r"'waiting' .*on_end"):
+        refuse_unfit(Waiting())
+
+
+def test_the_environment_says_which_policy_and_its_options(monkeypatch):
+    """`kvcore` alone reads KVCORE_EVICTION; an unknown name is refused with the setting."""
+    monkeypatch.setenv("KVCORE_EVICTION", "slru:protected=0.8")
+    policy = CPU("KVcore", 4).policy
+    assert (policy._policy.name, policy._policy.protected) == ("slru", 0.8)
+    monkeypatch.setenv("KVCORE_EVICTION", "lrru")
+    with pytest.raises(InputError, match="KVCORE_EVICTION='lrru'"):
+        CPU("kvcore", 4)
+
+
+def test_the_size_is_what_is_cached_at_the_first_eviction(monkeypatch):
+    """Until then the policy has not begun; a setting says it beforehand."""
+    cpu = CPU("kvcore:lru", 5)
+    cpu.serve(range(5))
+    assert cpu.policy.host is None
+    cpu.serve([7])
+    assert cpu.policy.host.blocks == 5
+    monkeypatch.setenv(CHUNKS, "9")
+    assert CPU("kvcore:lru", 5).policy.host.blocks == 9
+    monkeypatch.setenv(CHUNKS, "many")
+    with pytest.raises(InputError, match=f"{CHUNKS}='many'"):
+        CPU("kvcore:lru", 5)
+
+
+def test_hits_of_long_ago_are_forgotten_if_nothing_is_ever_evicted(monkeypatch):
+    """What is remembered for the policy that has not begun has a limit; stores all count."""
+    monkeypatch.setattr("kvcore_lmcache.policy.EARLY", 10)
+    cpu = CPU("kvcore:lfu", 3)
+    for _ in range(100):
+        cpu.serve([1, 2, 3])
+    assert len(cpu.policy._early) <= 10 + 3
+    cpu.serve([4])
+    assert len(cpu.evicted) == 1
+    assert EARLY > 10
+
+
+# Recordings.
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_a_recording_has_the_evictions_and_can_be_run_again(
+    prompts, policy, tmp_path, monkeypatch
+):
+    """Each use of a chunk is a request: a trace that is valid, and the workload of a run."""
+    monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
+    cpu = CPU(f"kvcore:{policy}", 300)
+    for prompt in prompts[:80]:
+        cpu.serve(prompt)
+    cpu.backend.remove(next(iter(cpu.backend.hot_cache)))
+    *evicted, _removed = cpu.evicted
+    recorder = cpu.policy._recorder
+    recorder.close()
+    assert (recorder.failure, recorder.disagreements) == (None, {})
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith(f"day-{os.getpid()}-")
+    assert recorder.evictions.hexdigest == digest(evicted)
+    assert check_trace(path).evictions == recorder.evictions.as_dict()
+    again = Replay(policy, 300)
+    for each in Plugins().build("workload", f"trace:path={path}"):
+        again.now = each.arrival
+        again.hits += again.cached(each.keys[0])
+        again.use(each.keys[0])
+    assert (again.hits, digest(again.evicted)) == (cpu.hits, digest(evicted))
+
+
+def test_a_recording_of_batches_has_the_evictions_if_the_size_is_given(
+    prompts, tmp_path, monkeypatch
+):
+    """Room is made for all chunks of a prompt at once; nothing disagrees."""
+    monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
+    monkeypatch.setenv(CHUNKS, "300")
+    cpu = CPU("kvcore:slru", 300)
+    for prompt in prompts[:80]:
+        cpu.serve(prompt, batch=True)
+    recorder = cpu.policy._recorder
+    recorder.close()
+    assert (recorder.failure, recorder.disagreements) == (None, {})
+    recorded = [key for key in cpu.evicted if key not in map(kvcore_key, cpu.policy._evicted)]
+    assert recorder.evictions.hexdigest == digest(recorded)
+    assert recorder.evictions.blocks > 500
+
+
+# Failures, and what it relies on.
+
+
+def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, caplog):
+    """Nothing raises, one line is logged, and LMCache evicts as with its LRU from there on."""
+    victim = SIEVE.victim
+
+    def failing(self, now):
+        if now > 200:
+            raise OutOfIdeas
+        return victim(self, now)
+
+    monkeypatch.setattr(SIEVE, "victim", failing)
+    hosted = CPU("kvcore:sieve", 10)
+    random = Random(3)
+    with caplog.at_level(logging.WARNING, "kvcore"):
+        for _ in range(300):
+            hosted.serve([random.randrange(30)])
+    host = hosted.policy.host
+    assert (host.failures, host.eviction.name) == (1, LRU.name)
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "OutOfIdeas" in caplog.text
+    own = CPU("LRU", 10)
+    for key in sorted(hosted.backend.hot_cache, key=lambda key: host.span(key).released_order):
+        own.store(key)
+    hosted.evicted.clear()
+    for _ in range(100):
+        chunk = random.randrange(30)
+        hosted.serve([chunk])
+        own.serve([chunk])
+    assert hosted.evicted == own.evicted
+    assert len(own.evicted) > 20
+
+
+def test_relies_on_these_signatures():
+    """LMCache calls a cache policy by these methods and parameters; its table is a dict."""
+    abstract = {
+        name: [*inspect.signature(getattr(BaseCachePolicy, name)).parameters][1:]
+        for name in BaseCachePolicy.__abstractmethods__
+    }
+    assert abstract == {
+        "init_mutable_mapping": [],
+        "update_on_hit": ["key", "cache_dict"],
+        "update_on_put": ["key"],
+        "update_on_force_evict": ["key"],
+        "get_evict_candidates": ["cache_dict", "num_candidates"],
+    }
+    assert type(POLICY_MAPPING) is dict
+    assert [*inspect.signature(get_cache_policy).parameters] == ["policy_name"]
+    assert {"chunk_hash", "tags"} <= set(CacheEngineKey.__slots__)
+
+
+def test_vllm_loads_the_names():
+    """The entry point of general plugins adds them."""
+    points = entry_points(group="vllm.general_plugins", name="kvcore_lmcache")
+    if not points:
+        pytest.skip("kvcore-lmcache is not installed: `tox -e lmcache` does so")
+    POLICY_MAPPING.pop("KVCORE", None)
+    next(iter(points)).load()()
+    assert POLICY_MAPPING["KVCORE"] is KvcorePolicy
+
+
+def test_the_mapping_tells_all_that_enters_and_leaves():
+    """Each way to change a dict is heard of."""
+    heard = []
+
+    class Ear:
+        def entered(self, key):
+            heard.append(f"+{key}")
+
+        def left(self, key):
+            heard.append(f"-{key}")
+
+    entries = Entries(Ear())
+    entries["a"] = 1
+    entries["a"] = 2
+    entries.update(b=1)
+    entries.setdefault("c", 1)
+    entries.pop("a")
+    entries.pop("a", None)
+    del entries["b"]
+    entries.clear()
+    assert heard == ["+a", "+b", "+c", "-a", "-b", "-c"]
+    assert not entries
+
+
+def test_keys_are_hashes_where_these_say_all():
+    """A tag, and a hash that no trace can hold as a number, make a digest."""
+    assert kvcore_key(key_of(7)) == 7
+    long = kvcore_key(key_of(1 << 70))
+    tagged = CacheEngineKey("model", 1, 0, 7, key_of(7).dtype, {"lmcache.tag.a": "b"})
+    assert {len(long), len(kvcore_key(tagged))} == {16}
+    assert kvcore_key(tagged) != long
