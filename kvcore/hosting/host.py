@@ -168,7 +168,8 @@ class PolicyHost:
         spans, above = self._spans, self._root
         keys = blocks if keys is None else keys
         if not (spans.keys().isdisjoint(blocks) and self._orphans.keys().isdisjoint(blocks)):
-            msg = f"of {blocks!r} one is stored already: let it leave by `victims` or `dropped`"
+            block = next(block for block in blocks if block in self)
+            msg = f"block {block!r} is stored already: let it leave by `victims` or `dropped`"
             raise InputError(msg)
         if parent is not None:
             above = spans.get(parent, above)
@@ -233,7 +234,7 @@ class PolicyHost:
                 msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
                 raise InputError(msg)
 
-    def hit(  # noqa: C901 - one access, told from top to bottom
+    def hit(
         self,
         blocks: Sequence[Block],
         now: int,
@@ -254,7 +255,7 @@ class PolicyHost:
         if self._orphans:
             self._adopt(blocks, now, request)
         spans = self._spans
-        path = _closed([spans[block] for block in blocks])
+        path = _closed(list[Span](spans[block] for block in blocks))
         if again:
             for span in path:
                 span.last_access = now
@@ -346,14 +347,12 @@ class PolicyHost:
                 del self._orphans[block]
                 return block
         self.eviction.requester = requester
-        vain: list[Span] = []
+        vain: list[_BlockSpan] = []
         found: Block | None = None
         while found is None and self.evictable:
             span = self._victim(now)
-            block = self._blocks[span]
-            if usable(block):
-                found = block
-                self._remove(span, "capacity")
+            if usable(span.block):
+                found = self._remove(span, "capacity")
             else:
                 self._pin(span)
                 vain.append(span)
@@ -499,7 +498,7 @@ class PolicyHost:
             span = span.parent  # type: ignore[assignment]
 
     def _branch(self, block: Block) -> list[_BlockSpan]:
-        order = [self._spans[block]]
+        order: list[Any] = [self._spans[block]]
         for span in order:
             order.extend((span.children or {}).values())
         return order[::-1]
@@ -518,14 +517,15 @@ class PolicyHost:
 
     def _victim(self, now: int) -> _BlockSpan:
         """Return the unpinned leaf that the policy wants to evict."""
+        span: Any
         try:
             span = self.eviction.victim(now)
         except FAILURES as error:
             self._fail(policy_error(self.eviction, "victim", error), error)
-            return self.eviction.victim(now)
+            span = self.eviction.victim(now)
         known = span.__class__ is _BlockSpan and self._spans.get(span.block) is span
         if known and not span.ref_count and not span.children:
-            return span
+            return span  # type: ignore[no-any-return]
         if not isinstance(span, Span):
             why = f"{span!r}, which is no span"
         elif not known:
@@ -536,7 +536,8 @@ class PolicyHost:
             why = f"{span!r}, which has children: only leaves can go"
         why += f"; {self.evictable} blocks are evictable"
         self._fail(wrong_answer(self.eviction, "victim()", why))
-        return self.eviction.victim(now)
+        span = self.eviction.victim(now)
+        return span  # type: ignore[no-any-return]
 
     def _remove(self, span: _BlockSpan, reason: str) -> Block:
         """Remove an unpinned leaf; return its block.
@@ -591,7 +592,7 @@ class PolicyHost:
 
 
 def _path(above: Span, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of a path down to `above` and on through `keys`: its own, if it may be."""
+    """Return the keys of a path to `above` and on through `keys`: its own list if it may be."""
     path, start = above.path_keys, above.end
     if not isinstance(path, list):  # the root has none
         return list(keys)

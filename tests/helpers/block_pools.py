@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from hashlib import sha256
 from itertools import islice
-from time import perf_counter
+from time import thread_time
 
 import attrs
 
@@ -35,7 +35,7 @@ class Outcome:
         evicted: how many.
         hit, tokens: tokens that hit, and those of all prompts.
         refused: requests that did not fit.
-        seconds: how long the pool took, without making the requests.
+        seconds: CPU time that the pool took, without making the requests.
     """
 
     digest: str = ""
@@ -77,14 +77,14 @@ def serve(pool, requests: Iterable[Request], together: int = 8) -> Outcome:
             break
         request, prepared = waiting.popleft()
         now = request.arrival
-        begin = perf_counter()
+        begin = thread_time()
         while (held := pool.open(prepared, now)) is None and open_:
             pool.close(open_.popleft(), now)
         if held is not None:
             open_.append(held)
             if len(open_) >= together:
                 pool.close(open_.popleft(), now)
-        found.seconds += perf_counter() - begin
+        found.seconds += thread_time() - begin
         found.tokens += request.prompt_tokens
         found.refused += held is None
     found.hit = pool.hit

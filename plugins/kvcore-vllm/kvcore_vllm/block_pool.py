@@ -24,6 +24,7 @@ from vllm.version import __version__
 from kvcore import InputError, Request
 from kvcore.cache.hints import priority_steps
 from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
+from kvcore.plugins import find_override
 from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
 from kvcore_vllm.hints import read_hints
 
@@ -163,6 +164,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         recorder: where the decisions are written; None: nowhere.
         named: how many keys of each request are written.
         known: the requests that have not ended, by their ids.
+        hears: whether the policy, or the recorder, reads the keys of requests.
     """
 
     opening: tuple[Request, bool] | None = None
@@ -170,6 +172,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
     recorder: EngineRecorder | None = None
     named: dict[str, int]
     known: dict[str, _Known]
+    hears = True
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Take cached blocks into use, the deepest first, as a policy expects it."""
@@ -236,9 +239,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
             queue.host.stored_run(ids, parent, now, keys=keys, request=name, tenant=tenant)
         else:
             steps = priority_steps(known.request, self.hash_block_size)
-            for place, (block, key) in enumerate(
-                zip(ids, keys, strict=True), num_cached_blocks
-            ):
+            for place, block, key in zip(count(num_cached_blocks), ids, keys, strict=False):
                 asked = [step[1:] for step in steps if place < step[0]]
                 priority, duration = asked[0] if asked else (DEFAULT_PRIORITY, None)
                 queue.host.stored(
@@ -358,7 +359,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
         if known is None:
             pool = self.block_pool
             now = pool.free_block_queue.clock()
-            known = _Known(kvcore_request(request, pool.hash_block_size, now))
+            known = _Known(kvcore_request(request, pool.hash_block_size, now, keys=pool.hears))
             self.known[request.request_id] = known
             if pool.recorder is not None:
                 pool.recorder.request(known.request, now)
@@ -389,15 +390,16 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
                 queue.host.ended(known.request, now)
 
 
-def kvcore_request(request: Any, block_size: int, now: int) -> Request:
-    """Return a request of vLLM as policies know it. O(blocks of its prompt)."""
+def kvcore_request(request: Any, block_size: int, now: int, *, keys: bool = True) -> Request:
+    """Return a request of vLLM as policies know it. O(blocks of its prompt) for the keys."""
     tokens = request.num_prompt_tokens
+    hashes = request.block_hashes[: tokens // block_size] if keys else ()
     return Request(
         id=request.request_id,
         arrival=now,
         prompt_tokens=tokens,
         output_tokens=request.max_tokens,
-        keys=[each[:KEY_BYTES] for each in request.block_hashes[: tokens // block_size]],
+        keys=[each[:KEY_BYTES] for each in hashes],
         key_tokens=block_size,
         salt=request.cache_salt,
         tenant=request.cache_salt,
@@ -436,6 +438,10 @@ def host_blocks(
     pool.__class__ = ExpiringPool if policy.expires_spans else HostedPool
     manager.__class__ = HostedManager
     manager.known = pool.known = {}
+    hooks = "on_miss", "on_queued", "on_dequeued", "on_end"
+    pool.hears = settings.trace is not None or any(
+        find_override(policy, each) for each in hooks
+    )
     manager.tables = manager.coordinator.single_type_managers[0].req_to_blocks
     if settings.trace is not None:
         pool.free_block_queue.left, pool.named = [], {}
@@ -455,7 +461,7 @@ def _refuse(why: str, instead: str) -> NoReturn:
     raise InputError(msg)
 
 
-class _Hosted:
+class _Hosted(VllmScheduler):  # type: ignore[misc, unused-ignore]
     """What the scheduler classes have in common."""
 
     synchronous = False
