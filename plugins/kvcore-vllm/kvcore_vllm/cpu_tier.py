@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 
 from kvcore import InputError, Request
 from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
+from kvcore.hosting.host import Id
 from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
 from kvcore_vllm.hints import read_hints
 
@@ -97,7 +98,8 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         self._count_hits()
         context = req_context or self._using
         use = None if context is None else self._use(context)
-        parent = use and use.order.get(key)
+        parent = None if use is None else use.order.get(key)
+        request = None if use is None else use.request.id
         self._chunks[key] = chunk
         now = self.clock()
         if self._recording is not None and use is not None:
@@ -106,7 +108,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         if use is not None and use.request.retention:
             priority, until = _priority(use, self._end(context, key), now)
         self.host.stored(
-            key, parent, now, request=use and use.request.id,
+            key, parent, now, request=request,
             priority=priority, priority_until=until,
         )  # fmt: skip
         if chunk.is_ready and not chunk.ref_cnt:
@@ -207,7 +209,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         """Return what is known of a request, with all chunks that it has now."""
         self._using = context
         positions = context._offload_key_positions  # noqa: SLF001 - no method lists them
-        use = context.get_state(_Use)
+        use: _Use | None = context.get_state(_Use)
         if use is not None and len(use.order) == len(positions):
             return use
         if use is None and not self._chunks:
@@ -340,7 +342,7 @@ class _Recording:
             path, blocks=host.blocks, block_size=tokens, eviction=host.eviction,
             engine=f"vllm {__version__}, CPU tier", accounting="keys", duplicates=False,
         )  # fmt: skip
-        self._table: dict[str, int] = {}
+        self._table: dict[Id, int] = {}
         self._left: list[bytes] = []
         self._writing: dict[OffloadKey, _Use] = {}
 
