@@ -265,7 +265,7 @@ class MissClassifier:
             self._users[span.id],
             event.age,
             event.hits,
-            event.reason == "expired",
+            event.reason != "capacity",
         )
         self._evictions.add(span.keys, span.end, end, eviction)
         if span.id not in self.state.spans:

@@ -608,7 +608,8 @@ def whatif(
     trace, and the new run.
 
     Args:
-        file: a trace of `kvcore compare`, or under the model's clock of `simulate` or `run`.
+        file: a trace of `kvcore compare`, or under the model's clock of `simulate` or `run`; or
+            the recording of an engine, whose calls are made again when it made them.
         eviction: a plugin: a name with options (`"lfu:half_life=300"`), an instance, a
             class, or a function that builds one.
         prefix: likewise.
@@ -662,6 +663,8 @@ def whatif(
         trace = None
         if export is not None:
             trace = stack.enter_context(Trace(export, **parts.header()))
+            if header.engine:
+                trace.describe(mode="wall")
         rerun = _rerun_of(parts, trace, workload)
         with progress(f"checking {workload.file}", file_bytes(workload.file)) as tick:
             recorded = _verified(workload.file, workload.header, parts.slo, tick)
@@ -766,7 +769,17 @@ def _parts(
         raise InputError(msg)
     else:
         kind = RecordedParts
-    return kind(workload.file, header.as_dict(), workload, changes | routing, plugins)
+    fields = header.as_dict()
+    if header.engine:
+        if given:
+            msg = (
+                f"{workload.file} is the recording of one engine, whose calls are of one cache"
+            )
+            raise InputError(msg)
+        # Its steps took the time they took: there is no clock to run them by again.
+        fields["mode"] = "untimed"
+        del fields["engine"]
+    return kind(workload.file, fields, workload, changes | routing, plugins)
 
 
 def _rerun_of(
@@ -775,6 +788,8 @@ def _rerun_of(
     """Return what runs the requests of a trace again."""
     if parts.many:
         return _ClusterRerun(parts, trace, workload)
+    if workload.header.engine:
+        return _EngineRerun(parts, parts.cache(trace), workload)
     return _Rerun(parts, parts.cache(trace), workload)
 
 
@@ -880,6 +895,18 @@ class _Rerun:
             job.hit = seq.hit_blocks * self._cache.geometry.block_size
             log.ended(job, request.arrival)
         return log
+
+
+class _EngineRerun(_Rerun):
+    """Makes the calls of an engine again, each when the engine made it."""
+
+    def run(self, tick: Tick) -> RunLog:
+        """Make all calls of the recording."""
+        from kvcore.analysis.engine_rerun import EngineRerun  # noqa: PLC0415 - for engines alone
+
+        rerun = EngineRerun(self._workload.file, self._cache, tick)
+        rerun.run()
+        return rerun.log
 
 
 def _verified(

@@ -86,7 +86,7 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
     With any of the options that begin with "What if", or --export, the requests of FILE are
     run again, with these different and all else as recorded, and both runs are printed side
     by side. That takes a whole trace of `compare`, or, under the model's clock, of
-    `simulate` or `run`.
+    `simulate` or `run`; or the recording of an engine.
 
     FILE may also be a recording of a real server's KV events, as `kvcore record` writes it:
     it is checked, and what it can tell is shown.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self
 import attrs
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Sequence, Span
+from kvcore.cache.prefix import PrefixMatch
 from kvcore.errors import KvcoreError
 from kvcore.plugins import describe, resolve
 from kvcore.request import NO_HINTS, Key, Request
@@ -84,13 +85,13 @@ class _FollowedEviction(EvictionPolicy):
     name: ClassVar[str] = "followed"
 
     def __init__(self) -> None:
-        self.choose: Callable[[], Span] | None = None
+        self.chosen: Any = None
 
     def victim(self, now: int) -> Span:
-        """Return the block that `choose` says."""
+        """Return the block that leaves."""
         del now
-        assert self.choose is not None
-        return self.choose()
+        span: Span = self.chosen
+        return span
 
 
 @attrs.define(eq=False)
@@ -112,7 +113,7 @@ class _Recorded:
 def _guarded(
     method: Callable[Concatenate[EngineRecorder, _P], None],
 ) -> Callable[Concatenate[EngineRecorder, _P], None]:
-    """Return `method`, which ends the recording where it raises, and does nothing after that."""
+    """Return `method`; where it raises, the recording ends, and later calls do nothing."""
 
     @wraps(method)
     def guarded(self: EngineRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -197,7 +198,6 @@ class EngineRecorder:
         self._late: dict[Key, None] = {}
         self._index = _FollowedIndex()
         self._policy = _FollowedEviction()
-        self._policy.choose = self._make_room
         # EVICT lines say what the engine's policy has done.
         self._policy.name = eviction.name  # type: ignore[misc]
         try:
@@ -258,7 +258,9 @@ class EngineRecorder:
         cache, request, size = self._cache, each.request, self._size
         target = max(request.prompt_tokens, hit * size + 1) if each.admitted else None
         self._index.limit = hit
-        more = hit - cache.match(request, now, target).blocks
+        match = cache.match(request, now, target)
+        more = hit - match.blocks
+        self._make_room(blocks + more, match, request.id, now)
         each.seq = seq = cache.open(
             request, (blocks + more) * size, now, resumed=each.admitted, target=target
         )
@@ -282,6 +284,8 @@ class EngineRecorder:
         if each is not None and each.seq is not None:
             now = self._at(now)
             self._evict(evicted, each.request.id, now)
+            nothing = PrefixMatch(self._cache.tree.root, 0, 0, None)
+            self._make_room(blocks, nothing, each.request.id, now)
             self._cache.extend(each.seq, blocks * self._size, now)
 
     @_guarded
@@ -403,7 +407,7 @@ class EngineRecorder:
                 self.evictions.add(key)
 
     def _forget(self, key: Key) -> bool:
-        """Return True if a block of `key` can leave the engine, and the trace stays the same."""
+        """Return True if a block of `key` can leave while the trace stays as it is."""
         for counts, last in (self._copies, 1), (self._orphans, 0):
             if key in counts:
                 counts[key] -= 1
@@ -424,9 +428,8 @@ class EngineRecorder:
 
     def _leave(self, span: Span, requester: Id, now: int) -> None:
         """Remove an unpinned leaf, whose block is free."""
-        self._policy.choose = lambda: span
+        self._policy.chosen = span
         ids = self._cache.tree.evict(1, requester, now)
-        self._policy.choose = self._make_room
         self._cache.pool.free(ids, 1)
 
     def _commit(self, seq: Sequence, blocks: int, now: int) -> None:
@@ -507,11 +510,19 @@ class EngineRecorder:
             self._trace.flush()
         return now
 
-    def _make_room(self) -> Span:
-        """Return the least recently used block: the engine has room that the trace has not."""
-        self._disagree("room", "it has room for blocks, and the trace has none")
-        leaves = (s for s in self._index.spans.values() if not (s.ref_count or s.children))
-        return min(leaves, key=attrgetter("released_order"))
+    def _make_room(self, blocks: int, match: PrefixMatch, requester: Id, now: int) -> None:
+        """Evict the least recently used blocks, but for those of `match`, as far as needed."""
+        cache, kept, span = self._cache, set(), match.span
+        if blocks > cache.available_blocks - match.unpinned_blocks:
+            return  # that is refused
+        while span.parent is not None:
+            kept.add(span)
+            span = span.parent
+        while blocks > cache.pool.free_blocks:
+            self._disagree("room", "it has room for blocks, and the trace has none")
+            unused = (s for s in self._index.spans.values() if not (s.ref_count or s.children))
+            leaves = (span for span in unused if span not in kept)
+            self._leave(min(leaves, key=attrgetter("released_order")), requester, now)
 
     def _disagree(self, kind: str, what: str) -> None:
         """Count a disagreement of the engine with the trace, and log the first."""

@@ -57,6 +57,7 @@ KIND = {name: number for number, name in enumerate(KINDS)}
 
 WHY = ("absent", "partial", "expired", "no keys")
 COMMITTED = ("new", "grown", "same", "shared")
+EVICTED = ("capacity", "expired", "gone")
 FREED = ("close", "duplicate", "rollback")
 PREEMPTED = ("pause", "recompute", "swap")
 DROPPED = ("capacity", "expired", "moved", "parked", "corrupt", "gone", "failed")
@@ -83,7 +84,7 @@ the pool or gives back, and how much later (ns) than the row before it is.
 | SPLIT | span | upper half | at | | | |
 | ALLOC | sequence | first | | | | taken |
 | COMMIT | sequence | span | blocks | how | | |
-| EVICT | span | hits | expired | whose | end | freed |
+| EVICT | span | hits | reason | whose | end | freed |
 | FORGET | sequence | first | blocks | private ones before them | | freed |
 | COMPACT | sequence | tokens | held | taken | | freed |
 | FREE | sequence | reason | private ones that stay | | | freed |
@@ -479,7 +480,7 @@ class Playback:
             del self._stored[span.id]
         requester = self._numbers[event.requester]
         whose = self.prompts.of_key(span.keys[(end - 1) // self.ratio])
-        values = event.span, event.hits, event.reason == "expired", whose, end
+        values = event.span, event.hits, EVICTED.index(event.reason), whose, end
         self._row(event, requester, *values, end - span.end, event.age)
 
     def _forget(self, event: events.Drop) -> None:

@@ -208,7 +208,7 @@ def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
             text = f"request {event.request} waits for {event.blocks:,} blocks of {event.tier}"
         case events.Evict():
             blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
-            how = "evicted" if event.reason == "capacity" else "expired"
+            how = "evicted" if event.reason == "capacity" else event.reason
             age = format_seconds(event.age / NS_PER_S)
             text = f"{blocks} {how} for request {event.requester}, aged {age}"
         case _:

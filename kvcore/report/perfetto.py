@@ -348,7 +348,7 @@ def _eviction(pid: int, line: events.Evict | events.Drop) -> bytes:
     args: dict[str, Any] = {"blocks": run_blocks(line.runs), "by": line.by}
     name = "drop"
     if isinstance(line, events.Evict):
-        name = "evict" if line.reason == "capacity" else "expire"
+        name = {"capacity": "evict", "expired": "expire", "gone": "lose"}[line.reason]
         args |= {"for": str(line.requester), "age_s": line.age / NS_PER_S}
         args |= {"hits": line.hits, "span": line.span}
     return _event("i", pid, pid, line.t, name, args, s="t")

@@ -254,6 +254,7 @@ def setup(header: Mapping[str, Any]) -> str:
     """
     served, device, cost = (_fields(header.get(n)) for n in ("model", "device", "recompute"))
     parts = [f"kvcore {header['kvcore']} {CLOCKS.get(header['mode'], 'without a clock')}"]
+    parts += [f"decided by {engine}" for engine in [header.get("engine")] if engine]
     if workload := header.get("workload"):
         parts.append(f"workload {_wrappable(workload['name'], workload['options'])}")
     if served:

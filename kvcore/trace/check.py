@@ -506,13 +506,7 @@ class TraceChecker:
             violated(f"span {span.id} has {span.pins} pins and {span.children} children")
         if not ids or ids != span.ids[: -len(ids) - 1 : -1]:
             violated(f"span {span.id} is {encode_runs(span.ids[::-1])}, tail first")
-        age = event.t - span.last_access
-        if (event.by, event.hits, event.age) != (self._eviction, span.hits, age):
-            violated(
-                f"span {span.id}: by {self._eviction!r}, age {age} ns, {span.hits} hits "
-                f"expected; the line says by {event.by!r}, age {event.age} ns, "
-                f"{event.hits} hits"
-            )
+        self._must_be_as_used(event, span)
         first, ratio = span.end - len(ids), self._ratio
         self._cached_keys.remove(span.keys, first, span.end)
         if event.reason == "capacity":
@@ -529,6 +523,16 @@ class TraceChecker:
         elif not self._of_engine:
             violated("only an engine loses blocks, and HEADER names none")
         self._order.expire(ids)
+
+    def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
+        """Check what a line says of a victim's age and hits."""
+        age = event.t - span.last_access
+        if (event.by, event.hits, event.age) != (self._eviction, span.hits, age):
+            violated(
+                f"span {span.id}: by {self._eviction!r}, age {age} ns, {span.hits} hits "
+                f"expected; the line says by {event.by!r}, age {event.age} ns, "
+                f"{event.hits} hits"
+            )
 
     def _give_to_requester(self, event: events.Evict, ids: Ids) -> None:
         """Check that the request for which blocks were evicted may take them."""

@@ -30,11 +30,14 @@ def test_json_is_alone_on_stdout(trace):
     assert (done.returncode, done.stderr) == (0, "")
     assert list(report) == [
         *("schema", "file", "complete", "lines", "events", "pool"),
-        *("requests", "finished", "rejected", "preemptions", "evictions", "hit", "tiers", "header"),
+        *("requests", "finished", "rejected", "preemptions", "evictions"),
+        *("hit", "tiers", "header"),
     ]
     assert (report["schema"], report["file"], report["lines"]) == (1, str(trace), 49)
     assert report["header"] == lines(trace)[0]
     assert report["pool"] == {"free": 3, "cached": 5, "private": 0, "spans": 2}
+    assert report["evictions"]["blocks"] == 6
+    assert len(report["evictions"]["digest"]) == 64
 
 
 def test_a_table_for_people(trace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+README = EXAMPLES.parent / "README.md"
 COMPOSE = EXAMPLES / "compose.py"
 
 
@@ -41,6 +43,20 @@ def test_samples_and_beams_share_blocks(tmp_path):
     assert [line.split()[0] for line in lines] == ["sample"] * 4 + ["blocks"] + ["beam"] * 3
     assert lines[4] == "blocks 10 instead of 16, 4 copied on write"
     assert len(set(lines)) == 8
+
+
+def test_the_same_policy_decides_the_same_everywhere(capsys):
+    """The first places of `examples/same_decisions.py` print what README shows.
+
+    Another policy has another digest. vLLM itself is for `tox -e vllm`.
+    """
+    pytest.importorskip("torch", reason="the example computes on torch")
+    example = runpy.run_path(str(EXAMPLES / "same_decisions.py"))
+    example["main"]("arc", ["replay", "simulate", "tensors"])
+    lines = capsys.readouterr().out
+    assert f"$ python examples/same_decisions.py arc\n{lines}" in README.read_text("utf-8")
+    example["main"]("lru", ["replay"])
+    assert capsys.readouterr().out.split()[-1] not in lines
 
 
 def test_simulate_prints_a_line_a_scheduler(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import attrs
 
@@ -11,6 +12,8 @@ from kvcore.hosting import EngineRecorder, PolicyHost
 from kvcore.plugins import resolve
 from kvcore.request import Key
 from kvcore.trace.fields import EvictionDigest
+
+SIZE = 4
 
 
 @attrs.define(eq=False)
@@ -180,3 +183,50 @@ class ToyEngine:
             self._parents[key] = job.keys[place - 1] if place else None
             self._lost.discard(key)
             job.stored = place + 1
+
+
+def random_request(rng: Random, name: int) -> Request:
+    """Return a request of one of a few families of prompts, which part in random places."""
+    blocks = rng.randint(0, 7)
+    family, part, variant = rng.randrange(3), rng.randint(0, 7), rng.randrange(3)
+    keys = [
+        1 + place + 100 * family + (1000 * variant + 10_000 * (part + 1)) * (place >= part)
+        for place in range(blocks)
+    ]
+    tokens = blocks * SIZE + rng.randint(0 if blocks else 1, SIZE - 1)
+    return Request(id=name, prompt_tokens=tokens, output_tokens=100, keys=keys, key_tokens=SIZE)
+
+
+def drive(  # noqa: C901 - one step of a server, told from top to bottom
+    engine: ToyEngine, rng: Random, steps: int, *, loses: bool
+) -> None:
+    """Let `engine` serve random requests, preempt some, and lose blocks if it `loses` any."""
+    now, waiting, preempted = 1000, list[Request](), list[Job]()
+    for name in range(steps):
+        now += rng.randrange(100)
+        request = random_request(rng, name)
+        engine.arrive(request, now)
+        waiting.append(request)
+        running = [*engine.jobs]
+        if preempted and rng.random() < 0.5:
+            job = preempted[0]
+            generated = tuple(job.keys[len(job.request.keys) :])
+            if engine.open(job.request, now, job.output, generated):
+                preempted.pop(0)
+        elif waiting and len(running) < 4 and engine.open(waiting[0], now):
+            waiting.pop(0)
+        for each in running:
+            chance = rng.random()
+            if chance < 0.5:
+                engine.compute(each, now)
+            elif chance < 0.7 and engine.jobs[each].stored:
+                engine.generate(each, rng.randint(1, 6), now)
+            elif chance < 0.8 and engine.jobs[each].output:
+                preempted.append(engine.close(each, now, preempted=True))
+            elif chance < 0.95:
+                engine.close(each, now)
+        if loses and engine.blocks_of and rng.random() < 0.2:
+            engine.lose(rng.choice([*engine.blocks_of]), now)
+    for job in preempted[: len(preempted) // 2]:
+        engine.recorder.closed(job.request.id, now, output=job.output)
+    engine.recorder.close()

@@ -27,7 +27,7 @@ from helpers.step_lists import (
 )
 
 with catch_warnings(action="ignore"):  # of what vLLM imports
-    from peers import vllm_steps
+    from helpers import vllm_engine
 
 FIRST = int(os.environ.get("KVCORE_LIKE_FIRST", "1000"))
 SERVERS = int(os.environ.get("KVCORE_LIKE_SERVERS", "200"))
@@ -50,7 +50,7 @@ def compare(servers):
     """
     counts, wrong = Counter(), []
     for server in servers:
-        real = vllm_steps.run(server)
+        real = vllm_engine.run(server)
         steps = real.steps
         found = first_difference(encode(kvcore_steps(server)), encode(steps))
         at = len(steps) if found is None else found[0]
@@ -72,7 +72,7 @@ def compare(servers):
 def test_the_goldens_are_what_vllm_does():
     """The step lists in the repository are those of the installed package."""
     assert version("vllm") == "0.33.0"
-    made = {server.name: encode(vllm_steps.run(server).steps) for server in golden_servers()}
+    made = {server.name: encode(vllm_engine.run(server).steps) for server in golden_servers()}
     if os.environ.get("KVCORE_LIKE_WRITE"):
         write(GOLDEN, made)
     assert made == read(GOLDEN)
@@ -115,7 +115,7 @@ def apart(server):
 def test_a_difference_would_be_seen(lag):
     """With a rule of kvcore in place of one of vLLM's the steps are others."""
     server = conversation(400, 512, lag)
-    real = encode(vllm_steps.run(server).steps)
+    real = encode(vllm_engine.run(server).steps)
     other = attrs.evolve(server, options={"commit": "computed"})
     assert first_difference(encode(kvcore_steps(server)), real) is None
     assert first_difference(encode(kvcore_steps(other)), real) is not None

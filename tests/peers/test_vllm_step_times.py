@@ -19,7 +19,7 @@ from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_plugins.latency import Linear, Roofline
 
 with catch_warnings(action="ignore"):  # of what vLLM imports
-    from peers import vllm_steps
+    from helpers import vllm_engine
     from vllm.config import SchedulerConfig
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -141,7 +141,7 @@ def record(server, latency, path, monkeypatch, *, ahead):
     kind = "TimedAsyncScheduler" if ahead else "TimedScheduler"
     dotted = f"kvcore.serving.vllm_steps.{kind}"
     monkeypatch.setattr(
-        vllm_steps, "SchedulerConfig", partial(SchedulerConfig, scheduler_cls=dotted)
+        vllm_engine, "SchedulerConfig", partial(SchedulerConfig, scheduler_cls=dotted)
     )
     monkeypatch.setenv("KVCORE_STEPS", str(path))
     device = Device(latency)
@@ -150,7 +150,7 @@ def record(server, latency, path, monkeypatch, *, ahead):
         for each in server.requests
     ]
     server = attrs.evolve(server, lag=int(ahead), requests=bursts)
-    scheduler = vllm_steps._scheduler(server)
+    scheduler = vllm_engine.make_scheduler(server)
     assert type(scheduler).__name__ == kind
     scheduler.clock = lambda: device.now
     core = engine(scheduler, device, ahead=ahead)
@@ -161,7 +161,7 @@ def record(server, latency, path, monkeypatch, *, ahead):
         if not scheduler.has_unfinished_requests():
             device.now += HOST  # to wake up
         while arrivals and arrivals[0].arrival / NS_PER_S <= device.now:
-            scheduler.add_request(vllm_steps._request(arrivals.popleft(), server))
+            scheduler.add_request(vllm_engine.make_request(arrivals.popleft(), server))
         core.step_fn()
     scheduler.shutdown()
     return device.ran, read_steps(path)

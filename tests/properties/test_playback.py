@@ -12,6 +12,7 @@ import pytest
 from helpers.browser import browsing, tab
 from helpers.policies import build
 from helpers.serving import random_server, random_talks, random_tiered_server
+from helpers.toy_engine import ToyEngine, drive
 from helpers.traces import compact, forget, record, rest, serve
 
 from kvcore import KVCache, Trace
@@ -105,6 +106,14 @@ def served(path, seed):
     make = (random_server, random_tiered_server, random_talks)[seed % 3]
     server = make(Random(seed).randint)
     path.write_bytes(server.run(("fcfs", "urgent", "planning")[seed // 3 % 3]).trace)
+    return path
+
+
+def hosted(path, seed):
+    """Record an engine that evicts early, keeps duplicates and loses blocks."""
+    draw = Random(seed)
+    engine = ToyEngine(path, draw.choice(["lru", "arc"]), 20, 4, early=seed % 3)
+    drive(engine, draw, 25, loses=True)
     return path
 
 
@@ -215,7 +224,7 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
     check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served])
+@pytest.mark.parametrize("make", [driven, served, hosted])
 def test_a_page_plays_what_happened(page, tmp_path, make):
     """Spans, pins, tables, counts and next uses at random lines of random runs."""
     for seed in range(24):
@@ -224,7 +233,7 @@ def test_a_page_plays_what_happened(page, tmp_path, make):
         check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served])
+@pytest.mark.parametrize("make", [driven, served, hosted])
 def test_a_window_begins_with_what_was_there(page, tmp_path, make):
     """Wherever a window begins and ends, its states are those of a replay of the whole."""
     for seed in range(24):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 from helpers.clusters import record_cluster
 from helpers.traces import lines, record, seal
@@ -58,6 +60,11 @@ class TestCheck:
                 assert total == sum(part[name][key] for part in parts)
         for key in ("lookup_blocks", "hit_blocks", "self_hit_blocks"):
             assert document["hit"][key] == sum(part["hit"][key] for part in parts)
+        # Of the evictions it is the digest of theirs, lives that ended included.
+        evictions = [part["evictions"] for part in parts]
+        assert document["evictions"]["blocks"] == sum(each["blocks"] for each in evictions)
+        digests = b"".join(bytes.fromhex(each["digest"]) for each in evictions)
+        assert document["evictions"]["digest"] == sha256(digests).hexdigest()
 
     def test_hits_are_those_of_the_result(self, tmp_path):
         """The hits of a trace, lives that ended included, are those that the run counted."""

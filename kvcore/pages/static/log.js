@@ -47,7 +47,7 @@ class Teller {
       }[words.committed[d]]],
       EVICT: () => [
         `${blocks(moved())} of request `, this.request(d), ` (${range(e - moved(), e)}) `,
-        ...(c ? ["had expired"] : [`by ${this.policy} for request `, who()]),
+        ...(c ? [c === 1 ? "had expired" : "were lost by the engine"] : [`by ${this.policy} for request `, who()]),
         `; stored or hit last ${format.duration(age)} before, ${format.counted(b, "hit")}`,
         this.side.differs(row) ? `; ${this.side.differs(row) === moved() ? "" : `${format.count(this.side.differs(row))} of them `}only here` : "",
       ],

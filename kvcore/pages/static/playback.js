@@ -481,7 +481,8 @@ Playback.appliers = {
     const span = cache.spans.get(a[row]);
     const ids = span.ids.splice(-count[row]).reverse();
     cache.cached -= ids.length;
-    if (c[row]) this._give(ids, row);
+    // An engine may evict before it needs room: then the blocks are free.
+    if (c[row] || this.header.engine) this._give(ids, row);
     else {
       this._note(ids, row);
       for (const id of ids) cache.taken[id] = -1;

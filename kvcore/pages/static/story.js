@@ -264,7 +264,7 @@ class StoryPanel {
     const at = `At ${format.moment(playback.times[row])}`;
     const what = `${format.counted(playback.blocksOf(row), "block")} of request ${this.id(d[row])}`;
     const idle = format.duration(age[row]);
-    if (c[row]) return `${at} ${what} had expired and left, ${idle} after they were stored or hit last.`;
+    if (c[row]) return `${at} ${what} ${c[row] === 1 ? "had expired and left" : "were lost by the engine"}, ${idle} after they were stored or hit last.`;
     return `${at} ${policy} evicted ${what} to make room for request ${this.id(request[row])}. They had been stored or hit last ` +
       `${idle} before.${exact ? this._rank(row) : ""}`;
   }

@@ -1,4 +1,4 @@
-"""Step lists of the real vLLM: its scheduler and its cache manager, without a model.
+"""The real vLLM without a model: its scheduler, driven in virtual time, and its cache manager.
 
 vLLM is installed without its dependencies. What its scheduler never calls, and modules that
 need a GPU or a server, are stood in for by empty ones.
@@ -7,6 +7,7 @@ need a GPU or a server, are stood in for by empty ones.
 from __future__ import annotations
 
 from collections import deque
+from hashlib import sha256
 from types import SimpleNamespace
 
 import attrs
@@ -31,6 +32,7 @@ stand_in(
 from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockHashToBlockMap  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
@@ -59,12 +61,33 @@ class Run:
     over: int
 
 
-def run(server: Server) -> Run:
-    """Serve the requests of `server` by vLLM's scheduler, in steps of `STEP_NS`."""
-    return _Driver(server).run()
+def run(server: Server, scheduler: type | None = None) -> Run:
+    """Serve the requests of `server` by vLLM's scheduler, in steps of `STEP_NS`.
+
+    `scheduler` is another class for it.
+    """
+    return Driver(server, scheduler).run()
 
 
-class _Hashes(BlockHashToBlockMap):
+def full_attention(blocks: int, block_size: int) -> KVCacheConfig:
+    """Return a pool of blocks of one group, as a model with full attention has it."""
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
+    )
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+    )
+
+
+def cache_manager(blocks: int, block_size: int, **options) -> KVCacheManager:
+    """Return vLLM's cache manager for such a pool, one block of which is never used."""
+    layers = full_attention(blocks, block_size)
+    return KVCacheManager(layers, LONG, block_size, block_size, **options)
+
+
+class Hashes(BlockHashToBlockMap):
     """The cached blocks by their hash; counts the second ones."""
 
     duplicates = 0
@@ -75,17 +98,17 @@ class _Hashes(BlockHashToBlockMap):
         super().insert(key, block)
 
 
-class _Driver:
+class Driver:
     """Gives requests to a scheduler, and a token for each to its plans, as an engine does.
 
     An asynchronous engine keeps two plans: one runs while the other is made. Whatever a plan
     computes, a step takes the same time; an empty one takes none.
     """
 
-    def __init__(self, server):
+    def __init__(self, server, kind=None):
         self.server = server
-        self.scheduler = _scheduler(server)
-        self.hashes = _Hashes()
+        self.scheduler = make_scheduler(server, kind)
+        self.hashes = Hashes()
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.pool.cached_block_hash_to_block = self.hashes
         longest = server.options.get("max_model_len") or LONG  # vLLM's front end refuses others
@@ -99,7 +122,7 @@ class _Driver:
         now = idle = 0  # idle: when what has been planned will have run
         while True:
             while self.arrivals and self.arrivals[0].arrival <= now:
-                self.scheduler.add_request(_request(self.arrivals.popleft(), self.server))
+                self.scheduler.add_request(make_request(self.arrivals.popleft(), self.server))
             if self.scheduler.has_requests():
                 plan, output = self.plan()
                 idle = max(now, idle) + STEP_NS * bool(plan.num_scheduled_tokens)
@@ -155,8 +178,8 @@ class _Driver:
         return plan, ModelRunnerOutput([*tokens], places, sampled)
 
 
-def _scheduler(server):
-    """Return a scheduler of vLLM with the options of `server`."""
+def make_scheduler(server, kind=None, **caching):
+    """Return a scheduler of vLLM, or of a class of its kind, with the options of `server`."""
     longest = server.options.get("max_model_len") or LONG
     options = {
         "scheduler_reserve_full_isl": server.options.get("reserve") != "first-chunk",
@@ -174,7 +197,9 @@ def _scheduler(server):
         async_scheduling=bool(server.lag),
         **options,
     )
-    caching = CacheConfig(block_size=server.block_size, enable_prefix_caching=True)
+    caching = CacheConfig(
+        block_size=server.block_size, **{"enable_prefix_caching": True, **caching}
+    )
     config = VllmConfig(
         scheduler_config=scheduling, cache_config=caching, device_config=DeviceConfig("cpu")
     )
@@ -190,20 +215,13 @@ def _scheduler(server):
         multimodal_config=None,
         return_sampling_mask=False,
     )
-    attention = FullAttentionSpec(
-        block_size=server.block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
-    )
-    layers = KVCacheConfig(
-        num_blocks=server.blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
-    )
+    layers = full_attention(server.blocks, server.block_size)
     grammar = SimpleNamespace(accept_tokens=lambda *_: True)
-    kind = scheduling.get_scheduler_cls()
+    kind = kind or scheduling.get_scheduler_cls()
     return kind(config, layers, grammar, block_size=server.block_size)
 
 
-def _request(request, server):
+def make_request(request, server):
     """Return `request` for vLLM: its tokens mean nothing, its blocks have the same keys."""
 
     def hashes(job):
@@ -229,6 +247,8 @@ def _name(number):
 def _hash(request, block, block_size):
     """Return the hash of a block: of its key and its place under it, or of its own."""
     if (block + 1) * block_size > request.prompt_tokens:
-        return b"%d of %d" % (block, request.id)
-    key, place = divmod(block, request.key_tokens // block_size)
-    return b"%d, %d" % (request.keys[key], place)
+        text = b"%d of %d" % (block, request.id)
+    else:
+        key, place = divmod(block, request.key_tokens // block_size)
+        text = b"%d, %d" % (request.keys[key], place)
+    return sha256(text).digest()

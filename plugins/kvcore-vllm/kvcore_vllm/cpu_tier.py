@@ -1,0 +1,407 @@
+"""vLLM's CPU tier in the order of a kvcore policy: a class for `eviction_policy`.
+
+The manager of the tier keeps its chunks, their transfers and their memory. It says to a
+`CachePolicy` what it does, and asks which chunks go. Most of that is what a `PolicyHost` wants
+to hear; the rest is when.
+
+    prepare_store   on_store_miss, on_request_access   what is there is pinned; a miss
+                    evict                              victims
+                    insert                             the hits count; chunks are stored, pinned
+    complete_store  mark_evictable                     unpinned
+    prepare_load    mark_non_evictable, on_request_access   pinned; the hits count
+    complete_load   mark_evictable                     unpinned
+    the end         on_request_finished                all that is there is used once more
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+import attrs
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
+
+from kvcore import InputError, Request
+from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
+from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
+from kvcore_vllm.hints import read_hints
+
+UNKNOWN_CHUNK_TOKENS = 256
+"""Tokens of a chunk until a request says where its first one ends."""
+
+
+@attrs.define
+class _Use:
+    """What a request does in the tier.
+
+    Attributes:
+        request: the request, by the chunks of its prompt that are known.
+        order: its chunks by their group and where they end, and the one before each.
+        missed: whether chunks were missing that no policy has heard of.
+        counted: chunks whose hit has been counted.
+    """
+
+    request: Request
+    order: dict[OffloadKey, OffloadKey | None]
+    missed: bool = False
+    counted: set[OffloadKey] = attrs.Factory(set)
+
+
+class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
+    """Lets a kvcore policy decide which chunks leave vLLM's CPU tier.
+
+    `KVCORE_EVICTION` names it. A chunk follows the one before it in the prompt, in each KV
+    cache group by itself. A chunk whose transfer runs, and those before it, stay.
+
+    Attributes:
+        clock: returns the time in ns.
+        host: of the policy; made when the first request says how long a chunk is.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        """Read the settings, so that a wrong one is an error at start."""
+        super().__init__(cache_capacity)
+        self.clock: Callable[[], int] = time.monotonic_ns
+        self._settings = HostSettings.from_environment()
+        if self._settings.build().expires_spans:
+            msg = (
+                f"KVCORE_EVICTION={self._settings.eviction!r} lets blocks expire, and vLLM's "
+                "CPU tier hits whatever it holds: choose a policy without a time to live"
+            )
+            raise InputError(msg)
+        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._using: ReqContext | None = None
+        # What the request hits that is served now, and that has not been counted.
+        self._hits: list[OffloadKey] = []
+        self._recording: _Recording | None = None
+        self._start(UNKNOWN_CHUNK_TOKENS)
+
+    def _start(self, tokens: int) -> None:
+        """Make the host, for chunks of so many tokens."""
+        self._tokens = tokens
+        policy = self._settings.build()
+        self.host = PolicyHost(policy, self.cache_capacity, tokens, fallback=True)
+
+    # What the manager calls.
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        """Return the chunk, or None if it is not there."""
+        return self._chunks.get(key)
+
+    def insert(
+        self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
+    ) -> None:
+        """Store a chunk that is being written. vLLM 0.32 does not say for whom."""
+        self._count_hits()
+        context = req_context or self._using
+        use = None if context is None else self._use(context)
+        parent = use and use.order.get(key)
+        self._chunks[key] = chunk
+        now = self.clock()
+        if self._recording is not None and use is not None:
+            self._recording.inserted(use, key, now)
+        priority, until = DEFAULT_PRIORITY, None
+        if use is not None and use.request.retention:
+            priority, until = _priority(use, self._end(context, key), now)
+        self.host.stored(
+            key, parent, now, request=use and use.request.id,
+            priority=priority, priority_until=until,
+        )  # fmt: skip
+        if chunk.is_ready and not chunk.ref_cnt:
+            self.mark_evictable(key)
+
+    def remove(self, key: OffloadKey) -> None:
+        """Forget a chunk whose transfer has failed."""
+        self._let_go()
+        del self._chunks[key]
+        now = self.clock()
+        self.host.dropped(key, now)
+        if self._recording is not None:
+            self._recording.dropped(key, now)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Count chunks as used, the first of the prompt last."""
+        del req_context
+        self._let_go()
+        self._renew([key for key in keys if key in self.host])
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Keep in mind that a request misses chunks: what it hits comes next."""
+        del keys
+        self._let_go()
+        self._use(req_context).missed = True
+
+    def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Pin what a request finds, until there is room for what it does not."""
+        self._let_go()
+        use = self._use(req_context)
+        self._hits = [key for key in _sorted(keys, use) if key in self.host]
+        for key in reversed(self._hits):
+            self.host.pin(key)
+        now = self.clock()
+        if use.missed:
+            self.host.missed(use.request, len(self._hits), now)
+            use.missed = False
+        if self._recording is not None:
+            self._recording.opened(use, now)
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        """Use all chunks of a request that has ended once more; count hits that were not."""
+        del insertion_only_keys
+        self._let_go()
+        use, now = self._use(req_context), self.clock()
+        for group in key_groups:
+            path = [key for key in order_request_keys([group], req_context) if key in self.host]
+            hits = [key for key in path if key in reused_keys and key not in use.counted]
+            self._renew(path, hits, use)
+        self.host.ended(use.request, now)
+        if self._recording is not None:
+            self._recording.closed(use, now)
+        self._using = None
+
+    def evict(
+        self, n: int, protected: set[OffloadKey]
+    ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        """Return `n` chunks that leave, or None if so many cannot."""
+        now = self.clock()
+        requester = "" if self._using is None else self._using.req_id
+        keys = self.host.victims(n, protected, now=now, requester=requester)
+        if keys is None:
+            return None
+        if self._recording is not None:
+            self._recording.evicted(keys)
+        return [(key, self._chunks.pop(key)) for key in keys]
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        """Unpin a chunk: no transfer uses it any more."""
+        self._let_go()
+        now = self.clock()
+        self.host.unpin(key, now)
+        if self._recording is not None:
+            self._recording.ready(key, now)
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        """Pin a chunk: it is being loaded."""
+        self._let_go()
+        self.host.pin(key)
+
+    def clear(self) -> None:
+        """Forget all chunks, and all that the policy has learnt."""
+        self._chunks.clear()
+        self._hits, self._using = [], None
+        self.host.clear()
+        if self._recording is not None:
+            self._recording.cleared(self.clock())
+
+    # Inside.
+
+    def _use(self, context: ReqContext) -> _Use:
+        """Return what is known of a request, with all chunks that it has now."""
+        self._using = context
+        positions = context._offload_key_positions  # noqa: SLF001 - no method lists them
+        use = context.get_state(_Use)
+        if use is not None and len(use.order) == len(positions):
+            return use
+        if use is None and not self._chunks:
+            self._begin(min(positions.values(), default=self._tokens))
+        request = _request(context, positions, self._tokens)
+        if use is None:
+            use = _Use(request, {})
+            context.set_state(use)
+        use.request = request
+        last: dict[int, OffloadKey] = {}
+        for key in sorted(positions, key=positions.__getitem__):
+            group = get_offload_group_idx(key)
+            use.order[key] = last.get(group)
+            last[group] = key
+        return use
+
+    def _begin(self, tokens: int) -> None:
+        """Begin with chunks of so many tokens, if that is new; nothing is cached."""
+        if tokens != self._tokens:
+            self._start(tokens)
+        if self._settings.trace is not None and self._recording is None:
+            self._recording = _Recording(self._settings, self.host, tokens)
+
+    def _end(self, context: ReqContext | None, key: OffloadKey) -> int:
+        """Return where a chunk ends in its prompt, in tokens."""
+        end = None if context is None else context.get_offload_key_position(key)
+        return self._tokens if end is None else end
+
+    def _count_hits(self) -> None:
+        """Count what the request that is served hits: it has its room now."""
+        use = None if self._using is None else self._use(self._using)
+        if use is None:
+            return
+        hits = [key for key in self._hits if key not in use.counted]
+        if hits:
+            use.counted.update(hits)
+            now = self.clock()
+            self.host.hit(hits, now, use.request.id)
+            self._hint(hits, use, now)
+
+    def _let_go(self) -> None:
+        """Unpin what the request that was served has hit.
+
+        By now its new chunks are stored, which pin what is before them while they are written.
+        So a prompt is released once, from its last chunk up, as a `KVCache` releases it.
+        """
+        if self._hits:
+            self._count_hits()
+            hits, self._hits = self._hits, []
+            now = self.clock()
+            for key in reversed(hits):
+                self.host.unpin(key, now)
+
+    def _renew(
+        self,
+        path: Sequence[OffloadKey],
+        hits: Sequence[OffloadKey] = (),
+        use: _Use | None = None,
+    ) -> None:
+        """Use chunks, so that the first of the prompt is the most recent, if it is not."""
+        host, now = self.host, self.clock()
+        latest = range(host.released, host.released - len(path), -1)
+        spans = map(host.span, path)
+        if not hits and all(
+            not span.ref_count and span.released_order == order
+            for span, order in zip(spans, latest, strict=True)
+        ):
+            return
+        for key in reversed(path):
+            host.pin(key)
+        if hits and use is not None:
+            host.hit(hits, now, use.request.id)
+            self._hint(hits, use, now)
+        for key in reversed(path):
+            host.unpin(key, now)
+
+    def _hint(self, hits: Sequence[OffloadKey], use: _Use, now: int) -> None:
+        if use.request.retention:
+            self.host.hinted(hits[-1], use.request, now)
+
+
+def _sorted(keys: Iterable[OffloadKey], use: _Use) -> list[OffloadKey]:
+    """Return `keys` by where they end, those of each group from the first on."""
+    place = {key: number for number, key in enumerate(use.order)}
+    return sorted(keys, key=lambda key: place.get(key, len(place)))
+
+
+def _priority(use: _Use, end: int, now: int) -> tuple[int, int | None]:
+    """Return the highest priority that hints give a chunk which ends there, and until when."""
+    start = end - use.request.key_tokens
+    found = [
+        (hint.priority, hint.duration)
+        for hint in use.request.retention
+        if hint.start < end and (hint.end is None or hint.end > start)
+    ]
+    if not found:
+        return DEFAULT_PRIORITY, None
+    priority, duration = max(found, key=lambda each: (each[0], each[1] is None, each[1] or 0))
+    return priority, None if duration is None else now + duration
+
+
+def _request(context: ReqContext, positions: dict[OffloadKey, int], tokens: int) -> Request:
+    """Return the request as a policy sees it: by the chunks of its first group."""
+    groups = sorted({get_offload_group_idx(key) for key in positions})
+    keys = [key for key in positions if get_offload_group_idx(key) == groups[0]]
+    keys.sort(key=positions.__getitem__)
+    return Request(
+        id=context.req_id,
+        prompt_tokens=max(positions.values(), default=0),
+        keys=keys,
+        key_tokens=tokens,
+        **read_hints(context.req_id, getattr(context, "kv_hints", None)),
+    )
+
+
+class _Recording:
+    """The decisions of the tier as a kvcore trace: that of its first KV cache group.
+
+    A chunk of the tier is a block of the trace.
+    """
+
+    def __init__(self, settings: HostSettings, host: PolicyHost, tokens: int) -> None:
+        from vllm import __version__  # noqa: PLC0415  (only where it is recorded)
+
+        assert settings.trace is not None
+        # The GPU pool of the same process may have the name itself.
+        path = settings.trace.with_name(f"cpu-tier-{settings.trace.name}")
+        self._host = host
+        self._recorder = EngineRecorder(
+            path, blocks=host.blocks, block_size=tokens, eviction=host.eviction,
+            engine=f"vllm {__version__}, CPU tier", accounting="keys", duplicates=False,
+        )  # fmt: skip
+        self._table: dict[str, int] = {}
+        self._left: list[bytes] = []
+        self._writing: dict[OffloadKey, _Use] = {}
+
+    def opened(self, use: _Use, now: int) -> None:
+        """Record a request that was not heard of before, and what it finds."""
+        request = use.request
+        if request.id in self._table:
+            return
+        hit = self._cached(use, 0)
+        keys = [_key(key) for key in request.keys]
+        self._recorder.request(attrs.evolve(request, keys=keys), now)
+        self._recorder.opened(request.id, hit=hit, blocks=0, now=now)
+        self._table[request.id] = hit
+
+    def evicted(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep what leaves, for the line of the chunk that wanted its room."""
+        self._left += map(_key, keys)
+
+    def inserted(self, use: _Use, key: OffloadKey, now: int) -> None:
+        """Record room for a chunk, and what has left for it."""
+        self.opened(use, now)
+        request = use.request
+        place = request.keys.index(key) if key in request.keys else -1
+        more = place + 1 - self._table[request.id]
+        left, self._left = self._left, []
+        if more > 0:
+            self._recorder.extended(request.id, blocks=more, evicted=left, now=now)
+            self._table[request.id] += more
+            self._writing[key] = use
+
+    def ready(self, key: OffloadKey, now: int) -> None:
+        """Record that a chunk is written."""
+        use = self._writing.pop(key, None)
+        if use is not None and use.request.id in self._table:
+            held = self._table[use.request.id]
+            blocks = min(held, self._cached(use, 0))
+            self._recorder.committed(use.request.id, blocks=blocks, now=now)
+
+    def dropped(self, key: OffloadKey, now: int) -> None:
+        """Record that a chunk was lost, unless it was never written."""
+        if self._writing.pop(key, None) is None:
+            self._recorder.dropped(_key(key), now)
+
+    def closed(self, use: _Use, now: int) -> None:
+        """Record the end of a request."""
+        if self._table.pop(use.request.id, None) is not None:
+            self._recorder.closed(use.request.id, now, output=0)
+
+    def cleared(self, now: int) -> None:
+        """Record that nothing is cached any more."""
+        self._recorder.cleared(now)
+
+    def _cached(self, use: _Use, count: int) -> int:
+        """Return how many chunks of a prompt are there, from its first on."""
+        for key in use.request.keys:
+            if key not in self._host:
+                break
+            count += 1
+        return count
+
+
+def _key(key: OffloadKey) -> bytes:
+    """Return the key of a chunk in a trace."""
+    return blake2b(key, digest_size=KEY_BYTES).digest()

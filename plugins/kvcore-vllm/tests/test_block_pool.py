@@ -1,0 +1,406 @@
+"""vLLM's block pool in the order of a hosted policy: its own managers, its own scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from warnings import catch_warnings
+
+import attrs
+import pytest
+from helpers.block_pools import SIZE, CachePool, HostPool, conversations, serve
+from helpers.commands import run_here
+from helpers.engines import required
+from helpers.step_lists import conversation, encode, first_difference, random_server
+
+from kvcore import InputError
+from kvcore_plugins import eviction as builtin
+
+required("vllm")
+with catch_warnings(action="ignore"):  # of what vLLM imports
+    import torch
+    from helpers import vllm_engine
+    from helpers.vllm_pool import VllmPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.request import RequestStatus
+
+    import kvcore_vllm
+    from kvcore.hosting import HostSettings
+    from kvcore_vllm.block_pool import host_blocks
+
+LRU = builtin.LRU
+POLICIES = sorted({getattr(builtin, name).name for name in builtin.__all__} | {"ttl:ttl=5"})
+HOOKS = ("victim", "on_insert", "on_access", "on_pin", "on_release", "on_remove", "on_end")
+
+
+@pytest.mark.parametrize("blocks", [2048, 8192, 32_768])
+@pytest.mark.slow
+def test_lru_is_vllms_own_order(blocks):
+    """All of the bundled trace: the same blocks leave in the same order, four times."""
+    own = VllmPool(None, blocks)
+    wanted = serve(own, conversations())
+    assert own.hashes.duplicates == wanted.refused == 0
+    assert wanted.evicted > 100_000
+    for pool in VllmPool("lru", blocks), HostPool("lru", blocks), CachePool("lru", blocks):
+        assert serve(pool, conversations()).decisions() == wanted.decisions()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_policy_decides_alike(eviction):
+    """In vLLM, in a host, and in a replay by kvcore: the same hits and the same evictions."""
+    requests = [*conversations(400)]
+    pools = [kind(eviction, 1000) for kind in (VllmPool, HostPool, CachePool)]
+    inside, hosted, replayed = (serve(pool, requests).decisions() for pool in pools)
+    assert inside == hosted == replayed
+    assert inside[1] > 5_000
+    assert pools[0].host.failures == 0
+
+
+def test_policies_differ():
+    """What is compared above is not the same for all."""
+    requests = [*conversations(400)]
+    found = {serve(HostPool(eviction, 1000), requests).digest for eviction in POLICIES}
+    assert len(found) > 8
+
+
+def test_duplicates_are_known_by_their_blocks():
+    """A last block that is computed twice is there twice, and leaves twice, as in vLLM."""
+    requests = [
+        attrs.evolve(each, id=f"{each.id}.{time}", prompt_tokens=len(each.keys) * SIZE)
+        for each in conversations(300)
+        for time in range(2)
+        if each.keys
+    ]
+    own, hosted = VllmPool(None, 1500), VllmPool("lru", 1500)
+    assert serve(own, requests).decisions() == serve(hosted, requests).decisions()
+    assert own.hashes.duplicates > 100
+    assert len(hosted.left) > len({*hosted.left})
+
+
+# Its scheduler.
+
+SERVERS = [
+    *(conversation(400, 512, lag, 120) for lag in (0, 1)),
+    *map(random_server, (1, 10, 14, 35, 1113)),
+]
+
+
+def hosted_run(server, monkeypatch, eviction="lru", trace=None):
+    """Serve with a hosted policy; return the driver and what it did."""
+    monkeypatch.setenv("KVCORE_EVICTION", eviction)
+    if trace is not None:
+        monkeypatch.setenv("KVCORE_TRACE", str(trace))
+    kind = kvcore_vllm.Scheduler if server.lag else kvcore_vllm.SyncScheduler
+    driver = vllm_engine.Driver(server, kind)
+    return driver, driver.run()
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
+def test_steps_are_those_of_vllm(server, monkeypatch):
+    """With `lru`, every step computes what it does without kvcore."""
+    wanted = vllm_engine.run(server)
+    driver, found = hosted_run(server, monkeypatch)
+    assert first_difference(encode(found.steps), encode(wanted.steps)) is None
+    assert (found.duplicates, found.over) == (wanted.duplicates, wanted.over)
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    host = pool.free_block_queue.host
+    assert host.failures == 0
+    assert (
+        host.evictable == len(host) == sum(each.block_hash is not None for each in pool.blocks)
+    )
+    assert not driver.scheduler.kv_cache_manager.known
+
+
+def test_other_policies_make_other_steps(monkeypatch):
+    """The comparison of steps can fail."""
+    server = random_server(10)
+    wanted, found = vllm_engine.run(server), hosted_run(server, monkeypatch, "mru")[1]
+    assert first_difference(encode(found.steps), encode(wanted.steps)) is not None
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_policy_that_fails_leaves_vllms_order(hook, monkeypatch):
+    """Nothing is raised, all requests end, and every block leaves as it does in vLLM."""
+
+    class Failing(LRU):
+        name, left = "failing", 9
+
+        def fail(self, *args, **more):
+            Failing.left -= 1
+            if Failing.left < 0:
+                raise ZeroDivisionError
+            own = getattr(LRU, hook, None)
+            return own(self, *args, **more)
+
+    setattr(Failing, hook, Failing.fail)
+    monkeypatch.setattr(HostSettings, "build", lambda _: Failing())
+    server = random_server(35)
+    driver, found = hosted_run(server, monkeypatch)
+    assert driver.scheduler.kv_cache_manager.block_pool.free_block_queue.host.failures == 1
+    wanted = vllm_engine.run(server)
+    assert first_difference(encode(found.steps), encode(wanted.steps)) is None
+
+
+def test_a_policy_hears_of_requests(monkeypatch):
+    """Once of each that ends, however often it was preempted; and of all that wait."""
+    heard = Counter()
+
+    class Hearing(LRU):
+        name = "hearing"
+
+        def on_queued(self, request, now, *, front=False):
+            heard["front" if front else "queued", request.id] += 1
+
+        def on_dequeued(self, request, now):
+            heard["dequeued", request.id] += 1
+
+        def on_end(self, request, now):
+            heard["end", request.id] += 1
+
+        def on_miss(self, request, hit_blocks, now):
+            heard["miss", request.id] += 1
+
+    monkeypatch.setattr(HostSettings, "build", lambda _: Hearing())
+    server = random_server(14)
+    _, found = hosted_run(server, monkeypatch)
+    preempted = found.over + sum(len(step.preempted) for step in found.steps)
+    assert preempted > 100
+    kinds = Counter()
+    for (kind, _), count in heard.items():
+        kinds[kind] += count
+    count = len({name for kind, name in heard if kind == "queued"})
+    assert kinds["queued"] == kinds["end"] == count
+    assert kinds["front"] == preempted
+    assert kinds["dequeued"] == count + preempted
+    assert max(count for (kind, _), count in heard.items() if kind == "miss") == 1
+
+
+def test_what_was_decided_is_recorded(tmp_path):
+    """The recording is a trace that `kvcore replay` accepts, with the digest of vLLM."""
+    pool = VllmPool("s3fifo", 1500, trace=tmp_path / "pool.jsonl")
+    outcome = serve(pool, conversations(300))
+    recorder = pool.manager.block_pool.recorder
+    recorder.close()
+    assert recorder.failure is None
+    assert not recorder.disagreements
+    assert recorder.evictions.hexdigest == outcome.digest
+    run = run_here("replay", tmp_path / "pool.jsonl")
+    assert run.returncode == 0, run.stderr
+    assert outcome.digest[:16] in run.stdout
+
+
+def test_a_scheduler_closes_its_recording(monkeypatch, tmp_path):
+    """Preempted requests are in it, and what their output has filled."""
+    path = tmp_path / "served.jsonl.gz"
+    driver, _ = hosted_run(random_server(35), monkeypatch, "arc", path)
+    driver.scheduler.shutdown()
+    recorder = driver.scheduler.kv_cache_manager.block_pool.recorder
+    assert recorder.failure is None
+    assert not recorder.disagreements
+    run = run_here("replay", path)
+    assert run.returncode == 0, run.stderr
+
+
+# What is refused at the start.
+
+
+def test_prefix_caching_must_be_on():
+    """Else there is nothing to evict."""
+    manager = vllm_engine.cache_manager(64, 16, enable_caching=False)
+    with pytest.raises(InputError, match=r"prefix caching is off.*--enable-prefix-caching"):
+        host_blocks(manager, HostSettings())
+
+
+def test_only_full_attention_is_hosted():
+    """A window frees heads of prompts before their tails."""
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float16, sliding_window=64
+    )
+    config = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], window)])
+    manager = KVCacheManager(config, 1024, 16, 16)
+    with pytest.raises(InputError, match=r"SlidingWindowManager.*full attention.*vLLM's own"):
+        host_blocks(manager, HostSettings())
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_scheduler_serves_as_its_name_says(lag):
+    """The other class is named."""
+    server = conversation(64, 512, lag, 1)
+    kinds = kvcore_vllm.Scheduler, kvcore_vllm.SyncScheduler
+    with pytest.raises(
+        InputError, match=f"--scheduler-cls kvcore_vllm.{kinds[1 - lag].__name__}"
+    ):
+        vllm_engine.make_scheduler(server, kinds[lag])
+
+
+def test_nothing_may_read_ahead(monkeypatch):
+    """A connector that offloads what is evicted next cannot know it from a policy."""
+    server = conversation(64, 512, 1, 1)
+    made = vllm_engine.VllmConfig
+
+    def config(**options):
+        found = made(**options)
+        extra = {"lazy_offload": True}
+        found.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
+        return found
+
+    monkeypatch.setattr(vllm_engine, "VllmConfig", config)
+    with pytest.raises(InputError, match="lazy_offload=false"):
+        vllm_engine.make_scheduler(server, kvcore_vllm.Scheduler)
+
+
+def test_an_unknown_name_is_refused():
+    """The package has the names that vLLM asks for."""
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = kvcore_vllm.Nothing
+
+
+# All that a queue of free blocks can do.
+
+
+@pytest.fixture
+def pool():
+    """Return a hosted pool of eight blocks, which has served one request of three blocks."""
+    made = VllmPool("lru", 8)
+    (request,) = conversations(1)
+    keys = [bytes([each]) * 16 for each in range(3)]
+    made.request = attrs.evolve(request, prompt_tokens=3 * SIZE + 1, keys=keys)
+    made.held = made.open(made.prepare(made.request), 0)
+    made.blocks = made.manager.block_pool
+    made.queue = made.blocks.free_block_queue
+    made.table = made.manager.tables[made.held.request_id][:]
+    return made
+
+
+def check(pool):
+    """Check that vLLM's blocks and those of the host are the same."""
+    blocks, queue = pool.blocks.blocks[1:], pool.queue
+    free = [block for block in blocks if not block.ref_cnt]
+    assert queue.num_free_blocks == len(free)
+    assert {block.block_id for block in queue.get_all_free_blocks()} == {
+        block.block_id for block in free
+    }
+    cached = {block.block_id for block in blocks if block.block_hash is not None}
+    assert {block.block_id for block in blocks if block.block_id in queue.host} == cached
+
+
+def test_blocks_without_content_go_first(pool):
+    """That which was freed last is the first of them."""
+    private = pool.table[3]
+    pool.close(pool.held, 1)
+    check(pool)
+    assert pool.queue.popleft() is private
+    rest = pool.queue.popleft_n(4)
+    assert not {block.block_id for block in rest} & {block.block_id for block in pool.table}
+    assert pool.queue.popleft_n(3) == pool.table[2::-1]
+    assert pool.queue.num_free_blocks == 0
+
+
+def test_a_block_that_is_evicted_while_it_is_used(pool):
+    """It is no hit, and is free without content once its request has ended."""
+    pool.blocks.evict_blocks({pool.table[2].block_id})
+    check(pool)
+    pool.close(pool.held, 1)
+    check(pool)
+    assert pool.open(pool.prepare(attrs.evolve(pool.request, id="b")), 2) is not None
+    assert pool.hit == 2 * SIZE
+    check(pool)
+
+
+def test_a_block_that_is_evicted_while_it_is_free(pool):
+    """It has no content any more, and stays free."""
+    pool.close(pool.held, 1)
+    pool.blocks.evict_blocks({each.block_id for each in pool.table})
+    check(pool)
+    assert len(pool.host) == 0
+
+
+def test_the_cache_is_reset(pool):
+    """Not while a block is used; then nothing is cached, and all is free."""
+    assert not pool.blocks.reset_prefix_cache()
+    pool.close(pool.held, 1)
+    assert pool.blocks.reset_prefix_cache()
+    check(pool)
+    assert len(pool.host) == 0
+    assert len(pool.queue.popleft_n(8)) == 8
+
+
+def test_content_moves(pool):
+    """It is found in its new block, which is evicted like others."""
+    (target,) = pool.blocks.get_new_blocks(1)
+    pool.blocks.move_block_hashes(pool.table[2], target)
+    check(pool)
+    pool.blocks.free_blocks([target])
+    pool.close(pool.held, 1)
+    check(pool)
+    pool.open(pool.prepare(attrs.evolve(pool.request, id="b")), 2)
+    assert pool.hit == 3 * SIZE
+
+
+def test_what_is_read_until_reused_goes_last(pool):
+    """Its reader is told when it goes."""
+    told = []
+    private = pool.table.pop()
+    pool.manager.tables[pool.held.request_id].pop()
+    pool.blocks.unpin_blocks([private], told.append)
+    pool.close(pool.held, 1)
+    check(pool)
+    assert pool.blocks.get_new_blocks(7)
+    assert not told
+    assert pool.blocks.get_new_blocks(1) == [private] == told
+
+
+def test_a_connector_may_hold_a_block(pool):
+    """Without its prompt; nothing before it is evicted meanwhile that vLLM does not need."""
+    pool.close(pool.held, 1)
+    pool.blocks.touch([pool.table[2]])
+    check(pool)
+    new = pool.blocks.get_new_blocks(7)
+    assert len({block.block_id for block in new}) == 7
+    check(pool)
+    pool.blocks.free_blocks([pool.table[2]])
+    pool.blocks.free_blocks(new)
+    check(pool)
+    assert len(pool.blocks.get_new_blocks(8)) == 8
+
+
+def test_one_block_is_freed(pool):
+    """`append` is what older callers use."""
+    block = pool.queue.popleft()
+    pool.queue.append(block)
+    assert pool.queue.num_free_blocks == 4
+    pool.queue.remove(block)
+    assert pool.queue.num_free_blocks == 3
+    assert not [*pool.queue.iter_blocks_after(None)]
+
+
+def test_hints_of_a_request_are_heeded(pool, caplog):
+    """Its blocks have the priority that its client asks for; what cannot be read is logged."""
+    pool.close(pool.held, 1)
+    keys = [bytes([9]) * 16, *pool.request.keys[1:]]
+    request = pool.prepare(attrs.evolve(pool.request, id="b", keys=keys))
+    retain = {"priority": 80, "start": 0, "end": SIZE, "seconds": 2}
+    payloads = ("kvcore.retain", retain), ("kvcore.session", {"session": "s", "tool": 3})
+    payloads += ("kvcore.session", {"session": "s", "tool": "search"}), ("other", {})
+    actions = [
+        SimpleNamespace(action_id=str(place), action_type=kind, payload=payload)
+        for place, (kind, payload) in enumerate(payloads)
+    ]
+    request.kv_hints = SimpleNamespace(actions=actions)
+    pool.open(request, 5)
+    known = pool.manager.known["b"].request
+    assert (known.session, known.tool) == ("s", "search")
+    spans = [pool.host.span(each.block_id) for each in pool.manager.tables["b"][:3]]
+    assert [span.priority for span in spans] == [80, 35, 35]
+    assert spans[0].priority_until == 5 + 2 * 10**9
+    assert "KV hint 1: tool must be text" in caplog.text
+
+
+def test_an_aborted_request_waits_no_more(pool):
+    """It never ran, so it has not ended."""
+    request = pool.prepare(attrs.evolve(pool.request, id="b"))
+    pool.manager.queued(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    pool.manager.free(request)
+    assert request.request_id not in pool.manager.known

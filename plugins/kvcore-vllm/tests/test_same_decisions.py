@@ -1,0 +1,26 @@
+"""README's line: replay, simulation, tensors and vLLM's scheduler evict the same."""
+
+import runpy
+from pathlib import Path
+from warnings import catch_warnings
+
+import pytest
+from helpers.engines import required
+
+required("vllm")
+
+with catch_warnings(action="ignore"):  # of what vLLM imports
+    import helpers.vllm_engine  # noqa: F401 - it lets vLLM be imported without a GPU
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("policy", ["arc", "s3fifo", "cost"])
+def test_vllm_evicts_what_a_replay_does(policy, capsys):
+    """The digests of both are equal; README shows that of `arc`, as of all four places."""
+    example = runpy.run_path(str(ROOT / "examples" / "same_decisions.py"))
+    example["main"](policy, ["replay", "vLLM"])
+    replay, vllm = capsys.readouterr().out.splitlines()
+    assert replay.split()[1:] == vllm.split()[1:]
+    if policy == "arc":
+        assert f"\n{vllm}\n```" in (ROOT / "README.md").read_text("utf-8")

@@ -1,0 +1,80 @@
+"""Policies inside vLLM's cache manager: what they hit, and what they cost beside its own order.
+
+`tox -e vllm -- tests/bench/test_engines.py` runs this; it takes about ten minutes.
+"""
+
+from __future__ import annotations
+
+import gc
+from warnings import catch_warnings
+
+import pytest
+from helpers.block_pools import SIZE, conversations, serve
+from helpers.engines import required
+
+from kvcore.analysis.belady import Belady, Future
+from kvcore.cache import BlockLayout
+from kvcore_plugins import eviction as builtin
+
+required("vllm")
+with catch_warnings(action="ignore"):  # of what vLLM imports
+    from helpers.vllm_pool import VllmPool
+
+POOLS = 2048, 8192, 32_768
+MOST = 3.0
+"""Times vLLM's own cost that `lru` may cost; it was 2.2 to 2.5."""
+
+POLICIES = sorted(getattr(builtin, name).name for name in builtin.__all__)
+
+
+@pytest.fixture(autouse=True)
+def uncollected():
+    """Count no garbage collection, as `timeit` does not: it reads all that a test holds."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def timed(eviction, blocks, count=None):
+    """Return what a pool did, and milliseconds per request."""
+    pool = VllmPool(eviction, blocks, watched=False)
+    requests = [*conversations(count)]
+    found = serve(pool, requests)
+    assert pool.host is None or pool.host.failures == 0
+    return found, found.seconds / len(requests) * 1e3
+
+
+def costs(eviction, blocks, count, runs):
+    """Return ms a request of vLLM's own order and of a policy: the best of runs, turn about."""
+    pairs = [[timed(each, blocks, count)[1] for each in (None, eviction)] for _ in range(runs)]
+    return [min(each) for each in zip(*pairs, strict=True)]
+
+
+@pytest.mark.parametrize("blocks", POOLS)
+def test_what_lru_costs(blocks):
+    """Over a quarter of the trace."""
+    own, hosted = costs("lru", blocks, 3000, 5)
+    print(
+        f"\n{blocks} blocks: vLLM {own:.3f} ms a request, lru {hosted:.3f}: {hosted / own:.2f}"
+    )
+    assert hosted <= MOST * own
+
+
+def test_all_policies():
+    """The table of the docs: tokens that hit in each pool, and cost by vLLM's in the second."""
+    print()
+    for eviction in [None, *POLICIES]:
+        found = [timed(eviction, blocks)[0] for blocks in POOLS]
+        cells = [f"{100 * each.hit / each.tokens:.2f} %" for each in found]
+        own, hosted = costs(eviction, POOLS[1], 1500, 3)
+        print(
+            f"| {eviction or 'vLLM'} |",
+            " | ".join(cells),
+            f"| {hosted / own:.1f} |",
+            flush=True,
+        )
+    # Of requests that come one after the other.
+    future = Future.read(conversations(), BlockLayout("keys", SIZE, SIZE, None))
+    stats = (Belady().replay(future, blocks, SIZE)[0] for blocks in POOLS)
+    cells = (f"{100 * each.hit_tokens / found[0].tokens:.2f} %" for each in stats)
+    print("| optimum |", " | ".join(cells), "| |")

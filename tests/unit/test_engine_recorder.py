@@ -1,0 +1,450 @@
+"""What an engine does, as a trace: lines, odd engines, and files that cannot be written."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import attrs
+import orjson
+import pytest
+from helpers.toy_engine import ToyEngine, random_request
+
+from kvcore import Request
+from kvcore.analysis import whatif
+from kvcore.errors import InputError, TraceError
+from kvcore.hosting import EngineRecorder
+from kvcore.plugins import resolve
+from kvcore.trace import EvictionDigest, TraceWorkload, check_trace, read_events
+
+SECOND = 1_000_000_000
+
+
+def make(path, *, blocks=8, policy="lru", **options):
+    """Return the recorder of an engine with blocks of 4 tokens."""
+    return EngineRecorder(
+        path,
+        blocks=blocks,
+        block_size=4,
+        eviction=resolve("eviction", policy),
+        engine="toy 1.0",
+        **options,
+    )
+
+
+def ask(name, keys, *, output=5, tail=1):
+    """Return a request of full blocks, and `tail` tokens more."""
+    tokens = 4 * len(keys) + tail
+    return Request(id=name, prompt_tokens=tokens, output_tokens=output, keys=keys, key_tokens=4)
+
+
+def serve(recorder, name, keys, now, *, hit=0, evicted=(), close=True):
+    """Record a request that is admitted, computes its prompt and ends with one token."""
+    recorder.request(ask(name, keys), now)
+    blocks = len(keys) + 1 - hit
+    recorder.opened(name, hit=hit, blocks=blocks, evicted=evicted, now=now)
+    recorder.committed(name, blocks=len(keys), now=now)
+    if close:
+        recorder.closed(name, now, output=1)
+
+
+def finish(recorder, path):
+    """Close a recording that agrees with its engine; return its lines and the report."""
+    recorder.close()
+    assert recorder.failure is None
+    assert not recorder.disagreements
+    report = check_trace(path)
+    assert report.evictions == recorder.evictions.as_dict()
+    return [event.as_dict() for event in read_events(path)], report
+
+
+def of(lines, *names):
+    """Return the lines of some events."""
+    return [line for line in lines if line["event"] in names]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return where to record."""
+    return tmp_path / "engine.jsonl"
+
+
+def test_the_header_names_the_engine_and_its_policy(path):
+    """What it is made of is that of the engine; times count from the first one."""
+    recorder = make(path, policy="slru:protected=0.5")
+    serve(recorder, "a", [1, 2], 5 * SECOND)
+    lines, _ = finish(recorder, path)
+    header = lines[0]
+    assert (header["mode"], header["engine"], header["blocks"]) == ("wall", "toy 1.0", 8)
+    assert header["plugins"]["eviction"]["name"] == "slru"
+    assert header["plugins"]["eviction"]["options"]["protected"] == 0.5
+    assert header["plugins"]["prefix"] == {"name": "hashed", "options": {"spans": "block"}}
+    assert {line["t"] for line in lines} == {0}
+
+
+def test_the_lines_of_a_request(path):
+    """Each decision is a line, in the order of a kvcore run."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0)
+    serve(recorder, "b", [1, 2, 3], 10, hit=2)
+    lines, report = finish(recorder, path)
+    assert [line["event"] for line in lines[1:-1]] == [
+        *("REQUEST", "MISS", "ALLOC", "COMMIT", "COMMIT", "FIRST_TOKEN", "FINISH", "FREE"),
+        *("REQUEST", "HIT", "MISS", "ALLOC", "COMMIT", "FIRST_TOKEN", "FINISH", "FREE"),
+    ]
+    assert (report.finished, report.hit["hit_blocks"]) == (2, 2)
+
+
+def test_blocks_leave_as_the_engine_says(path):
+    """The keys, in their order, whatever the policy would do; early ones are no question."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0)
+    serve(recorder, "b", [7, 8], 1)
+    serve(recorder, "c", [5], 2, evicted=[8, 2, 1])
+    lines, report = finish(recorder, path)
+    left = of(lines, "EVICT")
+    assert [(line["for"], line["reason"], line["by"]) for line in left] == [
+        ("c", "capacity", "lru")
+    ] * 3
+    expected = EvictionDigest()
+    for key in (8, 2, 1):
+        expected.add(key)
+    assert report.evictions == expected.as_dict()
+
+
+def test_a_duplicate_leaves_with_its_last_block(path):
+    """Two blocks of one key: the first that is evicted changes nothing."""
+    recorder = make(path)
+    for name in "ab":
+        recorder.request(ask(name, [1, 2]), 0)
+        recorder.opened(name, hit=0, blocks=3, now=0)
+    for name in "ab":
+        recorder.committed(name, blocks=2, now=1)
+        recorder.closed(name, 2, output=1)
+    serve(recorder, "c", [5], 3, evicted=[2, 1])
+    serve(recorder, "d", [1, 2], 4, hit=2)
+    serve(recorder, "e", [6], 5, evicted=[2, 1])
+    lines, _ = finish(recorder, path)
+    assert [line["for"] for line in of(lines, "EVICT")] == ["e", "e"]
+
+
+def test_an_engine_that_frees_duplicates(path):
+    """With `duplicates=False` the first eviction of a key is that of its only block."""
+    recorder = make(path, duplicates=False)
+    for name in "ab":
+        recorder.request(ask(name, [1]), 0)
+        recorder.opened(name, hit=0, blocks=2, now=0)
+    for name in "ab":
+        recorder.committed(name, blocks=1, now=1)
+        recorder.closed(name, 2, output=1)
+    serve(recorder, "c", [5], 3, evicted=[1])
+    lines, _ = finish(recorder, path)
+    assert len(of(lines, "EVICT")) == 1
+
+
+def test_what_follows_a_lost_block_leaves_with_it(path):
+    """Reason `gone`, deepest first, and no eviction; hit again, it counts as computed."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2, 3], 0)
+    recorder.dropped(2, 1)
+    serve(recorder, "b", [1, 2, 3], 2, hit=1, close=False)  # 2 and 3 are stored again
+    recorder.closed("b", 3, output=1)
+    recorder.dropped(1, 4)
+    serve(recorder, "c", [1], 5)
+    serve(recorder, "d", [1, 2], 6, hit=2)  # 2 was still there
+    serve(recorder, "e", [9], 7, evicted=[3, 3])  # and 3, twice
+    lines, report = finish(recorder, path)
+    assert [line["reason"] for line in of(lines, "EVICT")] == ["gone"] * 5
+    assert report.evictions["blocks"] == 0
+    assert report.hit["hit_blocks"] == 2  # of b and of d: one each
+
+
+def test_a_block_that_is_lost_in_use_leaves_afterwards(path):
+    """A trace has no victims in use; other requests hit less at once."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0, close=False)
+    recorder.dropped(1, 1)
+    serve(recorder, "b", [1], 2)  # computes it again
+    recorder.dropped(2, 3)
+    recorder.closed("a", 4, output=1)
+    lines, report = finish(recorder, path)
+    assert [(line["t"], line["reason"]) for line in of(lines, "EVICT")] == [(4, "gone")]
+    assert report.pool["cached"] == 1
+
+
+def test_an_engine_that_empties_its_cache(path):
+    """All leaves as `gone`, what is in use when it is free."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0)
+    serve(recorder, "b", [7], 1, close=False)
+    recorder.cleared(2)
+    recorder.closed("b", 3, output=1)
+    lines, report = finish(recorder, path)
+    assert [(line["t"], line["reason"]) for line in of(lines, "EVICT")] == [
+        *[(2, "gone")] * 2,
+        (3, "gone"),
+    ]
+    assert report.pool["cached"] == 0
+
+
+def test_expired_blocks_say_so(path):
+    """Under a policy with lifetimes, the engine drops what has expired."""
+    recorder = make(path, policy="ttl:ttl=1")
+    serve(recorder, "a", [1], 0)
+    recorder.dropped(1, 2 * SECOND, "expired")
+    lines, _ = finish(recorder, path)
+    assert [line["reason"] for line in of(lines, "EVICT")] == ["expired"]
+
+
+def test_a_request_that_skips_the_cache(path):
+    """It hits less than is cached, and uses what it computes again."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0)
+    serve(recorder, "b", [1, 2], 1, hit=1)
+    lines, report = finish(recorder, path)
+    assert [(line["blocks"]) for line in of(lines, "HIT")] == [1]
+    assert of(lines, "MISS")[-1]["why"] == "absent"
+    assert report.hit["hit_blocks"] == 1
+
+
+def test_a_preempted_request_finds_its_output_again(path):
+    """Keys of generated blocks are lines, and part of the requests of the trace."""
+    recorder = make(path)
+    recorder.request(ask("a", [1], output=20), 0)
+    recorder.opened("a", hit=0, blocks=2, now=1)
+    recorder.committed("a", blocks=1, now=2)
+    recorder.answered("a", 3)
+    recorder.extended("a", blocks=1, now=4)
+    recorder.committed("a", blocks=2, now=5, keys=[77])
+    recorder.closed("a", 6)
+    recorder.opened("a", hit=2, blocks=1, now=7)
+    recorder.closed("a", 8, output=6)
+    lines, report = finish(recorder, path)
+    assert of(lines, "KEYS")[0]["keys"] == [77]
+    assert report.hit["self_hit_blocks"] == 2
+    assert report.preemptions["recompute"] == 1
+    (request,) = TraceWorkload(path)
+    assert request.output_keys == [77]
+
+
+def test_requests_end_in_any_state(path):
+    """Waiting, halfway through the prompt, preempted before or after the first token."""
+    recorder = make(path)
+    recorder.request(ask("waits", [1]), 0)
+    recorder.closed("waits", 1, output=0)
+    for name in ("halfway", "preempted", "answered"):
+        recorder.request(ask(name, [1, 2, 3]), 2)
+        recorder.opened(name, hit=0, blocks=4 if name == "answered" else 1, now=3)
+    recorder.answered("answered", 4)
+    recorder.closed("halfway", 5, output=0)
+    for name in ("preempted", "answered"):
+        recorder.closed(name, 6)
+        recorder.closed(name, 7, output=1 if name == "answered" else 0)
+    _, report = finish(recorder, path)
+    assert (report.finished, report.rejected) == (3, 1)
+
+
+def test_an_id_that_comes_again_gets_a_number(path):
+    """A trace has every id once."""
+    recorder = make(path)
+    serve(recorder, "a", [1], 0)
+    serve(recorder, "a", [1], 1, hit=1)
+    lines, _ = finish(recorder, path)
+    assert [line["id"] for line in of(lines, "REQUEST")] == ["a", "a#2"]
+
+
+def test_what_is_open_at_the_end_is_closed(path):
+    """Requests that run or wait, and a second close that does nothing."""
+    recorder = make(path)
+    serve(recorder, "a", [1], 0, close=False)
+    recorder.request(ask("b", [2]), 1)
+    _, report = finish(recorder, path)
+    recorder.close()
+    recorder.request(ask("c", [2]), 2)
+    assert (report.finished, report.rejected) == (1, 1)
+
+
+def test_the_requests_run_again_from_a_recording(path):
+    """The workload of a recording has the requests as they were, by their arrival."""
+    recorder = make(path)
+    for now, name in enumerate("ab"):
+        serve(recorder, name, [1, 2], now * SECOND, hit=2 * now)
+    finish(recorder, path)
+    first, second = TraceWorkload(path)
+    assert (first.arrival, second.arrival) == (0, SECOND)
+    assert first == attrs.evolve(ask("a", [1, 2]), arrival=0)
+
+
+def serial(path, policy, *, blocks=24):
+    """Record an engine that serves random requests one after the other; return it."""
+    engine, draw = ToyEngine(path, policy, blocks), Random(5)
+    for now in range(150):
+        request = random_request(draw, now)
+        # A prompt of whole blocks would compute its last one again, and leave a duplicate.
+        tokens = request.prompt_tokens + (request.prompt_tokens % 4 == 0)
+        request = attrs.evolve(request, prompt_tokens=tokens)
+        engine.arrive(request, now)
+        assert engine.open(request, now)
+        engine.compute(now, now)
+        engine.generate(now, draw.randint(1, 6), now)
+        if draw.random() < 0.3 and (tokens + engine.jobs[now].output) % 4:
+            job = engine.close(now, now, preempted=True)
+            generated = tuple(job.keys[len(request.keys) :])
+            assert engine.open(request, now, job.output, generated)
+            engine.compute(now, now)
+        engine.close(now, now)
+    engine.recorder.close()
+    return engine
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_calls_of_an_engine_are_made_again(path, tmp_path, policy):
+    """With nothing different nothing differs; with its policy, an engine is another one."""
+    engine = serial(path, policy)
+    again = tmp_path / "again.jsonl"
+    same = whatif(path, export=again)
+    assert not same.changes
+    assert same.recorded.hit == same.rerun.hit
+    assert check_trace(again).evictions == engine.digest.as_dict()
+    other = serial(tmp_path / "other.jsonl", "lfu")
+    changed = whatif(path, eviction="lfu", export=again)
+    assert changed.changes
+    assert check_trace(again).evictions == other.digest.as_dict()
+
+
+def test_calls_that_do_not_fit_are_refused(path):
+    """A smaller cache has no room for what was in use at once; and one cache is no cluster."""
+    serial(path, "lru")
+    with pytest.raises(InputError, match=r"the engine had more in use .* give more blocks"):
+        whatif(path, blocks=4)
+    with pytest.raises(InputError, match="the recording of one engine"):
+        whatif(path, replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("evicted", lambda r: serve(r, "b", [9], 1, evicted=[55])),
+        ("evicted", lambda r: serve(r, "b", [9], 1, evicted=[1])),
+        ("hit", lambda r: serve(r, "b", [7, 8], 1, hit=1)),
+        ("lost", lambda r: r.dropped(55, 1)),
+        ("request", lambda r: r.opened("x", hit=0, blocks=1, now=1)),
+        ("request", lambda r: r.extended("x", blocks=1, now=1)),
+        ("request", lambda r: r.closed("x", 1)),
+        ("room", lambda r: serve(r, "b", [4, 5, 6, 7, 8], 1)),
+    ],
+)
+def test_a_disagreement_is_counted_and_logged_once(path, caplog, kind, wrong):
+    """The recording goes on, and replays."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2, 3], 0)
+    wrong(recorder)
+    wrong(recorder)
+    recorder.close()
+    assert recorder.disagreements[kind]
+    assert recorder.failure is None
+    assert check_trace(path).complete
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "the engine and its recording disagree" in record.getMessage()
+
+
+def test_where_the_trace_has_no_room_it_ends(path, caplog):
+    """What was recorded until then stays as `.part`, and can be read."""
+    recorder = make(path)
+    serve(recorder, "a", [1], 0)
+    recorder.request(ask("b", range(20)), 1)
+    recorder.opened("b", hit=0, blocks=21, now=1)
+    recorder.closed("b", 2, output=1)
+    recorder.close()
+    (record,) = caplog.records
+    assert "the recording ends here: request b needs 21 more blocks" in record.getMessage()
+    assert not path.exists()
+    assert check_trace(f"{path}.part").finished == 1
+
+
+@pytest.mark.parametrize("folder", ["missing", "/dev/null"])
+def test_a_path_that_cannot_be_written(tmp_path, caplog, folder):
+    """One line in the log; the engine hears nothing."""
+    recorder = make(tmp_path / folder / "engine.jsonl")
+    serve(recorder, "a", [1], 0)
+    recorder.close()
+    (record,) = caplog.records
+    assert "the recording ends here: cannot write" in record.getMessage()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(caplog):
+    """The first write that fails ends the recording; nothing raises."""
+    recorder = make("/dev/full")
+    for now in range(20):
+        serve(recorder, now, [now], now * 10 * SECOND, evicted=[now - 4] if now > 3 else ())
+    recorder.close()
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_killed_engine_leaves_what_happened(tmp_path, suffix):
+    """All up to a few seconds before is in `.part`, compressed or not."""
+    path = tmp_path / f"engine.jsonl{suffix}"
+    recorder = make(path)
+    serve(recorder, "a", [1], 0)
+    serve(recorder, "b", [1], 6 * SECOND, hit=1)
+    recorder.request(ask("c", [1]), 12 * SECOND)
+    recorder._trace._sink.hexdigest()  # waits for the thread that writes
+    report = check_trace(f"{path}.part")
+    assert (report.complete, report.finished) == (False, 2)
+    recorder.close()
+    assert check_trace(path).complete
+
+
+def test_a_recording_is_closed_at_exit(tmp_path):
+    """A process that ends without closing it leaves a whole file."""
+    program = (
+        "from kvcore import Request; from kvcore.hosting import EngineRecorder\n"
+        "from kvcore_plugins.eviction import LRU\n"
+        "r = EngineRecorder('e.jsonl', blocks=4, block_size=4, eviction=LRU(), engine='toy')\n"
+        "r.request(Request(id=1, prompt_tokens=4, keys=[1], key_tokens=4), 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert check_trace(tmp_path / "e.jsonl").complete
+
+
+def test_a_forked_child_leaves_the_file_alone(path, monkeypatch):
+    """Its exit does not end the recording of its parent."""
+    recorder = make(path)
+    serve(recorder, "a", [1], 0)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    recorder._at_exit()
+    assert not path.exists()
+    monkeypatch.undo()
+    finish(recorder, path)
+
+
+def test_only_an_engine_loses_blocks(path):
+    """A trace of kvcore's own has no EVICT with the reason `gone`."""
+    recorder = make(path)
+    serve(recorder, "a", [1], 0)
+    recorder.dropped(1, 1)
+    lines, _ = finish(recorder, path)
+    del lines[0]["engine"]
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines[:-1]))
+    with pytest.raises(TraceError, match="only an engine loses blocks, and HEADER names none"):
+        check_trace(path)
+
+
+def test_a_digest_knows_blocks_by_their_keys():
+    """An int is its 16 bytes; text is 32 hex digits; names of generated blocks are left out."""
+    digests = [EvictionDigest() for _ in range(3)]
+    for digest, key in zip(
+        digests, (258, (258).to_bytes(16, "big"), f"{258:032x}"), strict=True
+    ):
+        digest.add(key)
+        digest.add(("generated", "a", 3))
+    assert len({digest.hexdigest for digest in digests}) == 1
+    assert [digest.blocks for digest in digests] == [1, 1, 1]
+    joined = EvictionDigest.joined(digests)
+    assert joined.blocks == 3
+    assert joined.hexdigest != digests[0].hexdigest
