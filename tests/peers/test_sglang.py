@@ -18,7 +18,7 @@ from kvcore.serving import LoopState
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
-from peers.sglang_package import Theirs, order
+from helpers.sglang_engine import Theirs, order
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
 

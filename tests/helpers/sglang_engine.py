@@ -20,6 +20,8 @@ import torch._inductor.compile_fx  # noqa: E402
 import transformers  # noqa: E402, F401
 from helpers.engines import stand_in  # noqa: E402
 
+from kvcore.cache.layout import GENERATED  # noqa: E402
+
 # Waiting prefixes are renewed every 32 passes, which asks for the settings of a server.
 os.environ["SGLANG_ENABLE_WAITING_PREFIX_REFRESH"] = "0"
 # What SGLang imports on the way to its caches, and these do not call.
@@ -78,14 +80,33 @@ class _Slots:
         """Return None: there are no states."""
 
 
+class Asking:
+    """A request as SGLang's caches see it."""
+
+    session = None
+
+    def __init__(self, rid, tokens=()):
+        self.rid = rid
+        self.origin_input_ids = tokens
+        self.output_ids = []
+
+    def finished(self):
+        """Return True: it is asked at the end."""
+        return True
+
+
 class Theirs:
     """A radix cache of SGLang with pages of one token, a block each.
 
     Calls are those of its scheduler: match and lock, evict, insert once computed, match and
     lock what is cached now, and at the end insert once more and unlock.
+
+    Attributes:
+        evicted: keys of what has left, tail first; not known of the core in Rust.
+        host: that of a policy of kvcore; None: SGLang's own decides.
     """
 
-    def __init__(self, blocks, core):
+    def __init__(self, blocks, core, eviction="lru", config=None):
         """Create a cache: `radix`, or the unified one by its core, `python` or `rust`."""
         self.slots = _Slots(blocks)
         params = CacheInitParams(
@@ -95,10 +116,40 @@ class Theirs:
             page_size=1,
             tree_components=(ComponentType.FULL,),
             tree_core_backend=None if core == "radix" else core,
+            eviction_policy=eviction,
+            eviction_policy_config=config,
         )
         self.core = core
         self.cache = (RadixCache if core == "radix" else UnifiedRadixCache)(params)
         self.names = {}
+        self.keys = [None]
+        self.evicted = []
+        self.host = None
+        if core != "rust":
+            tree, method = (
+                (self.cache, "_delete_leaf")
+                if core == "radix"
+                else (self.cache.tree_core, "_remove_leaf_from_parent")
+            )
+            self._observe(tree, method)
+            self.host = getattr(tree.eviction_strategy, "host", None)
+            if self.host is not None:
+                self.host.clock = lambda: 0
+                self.host.chain = self._chain
+
+    def _chain(self, _parent, tokens, _page_size):
+        """Return the keys of tokens, in place of new ones."""
+        return [self.keys[token] for token in tokens]
+
+    def _observe(self, tree, method):
+        """Keep the keys of what leaves."""
+        remove = getattr(tree, method)
+
+        def observed(node):
+            self.evicted += reversed([self.keys[token] for token in node.key])
+            return remove(node)
+
+        setattr(tree, method, observed)
 
     def available(self):
         """Return how many blocks are free or can be evicted."""
@@ -107,21 +158,36 @@ class Theirs:
     def _tokens(self, keys):
         """Return a token for each key."""
         names = self.names
-        return array("q", [names.setdefault(key, len(names) + 1) for key in keys])
+        tokens = array("q", [names.setdefault(key, len(names) + 1) for key in keys])
+        self.keys += list(names)[len(self.keys) - 1 :]
+        return tokens
 
-    def _take(self, blocks):
+    def _serve(self, asking):
+        """Say for whom the next calls are, as a checkpoint of a request does."""
+        if self.host is not None:
+            self.host.request = asking
+
+    def _take(self, blocks, asking):
+        self._serve(asking)
         if blocks > self.slots.left:
             self.cache.evict(EvictParams(num_tokens=blocks - self.slots.left))
         self.slots.left -= blocks
 
-    def match(self, tokens):
+    def match(self, tokens, limit=None, asking=None):
         """Return the match of a prompt; it is renewed, and a node split at its end."""
-        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        key = RadixKey(tokens, limit=limit)
+        return self.cache.match_prefix(MatchPrefixParams(key=key, req=asking))
 
-    def insert(self, tokens, protected):
-        """Insert computed tokens; free those that were cached besides the protected ones."""
+    def insert(self, tokens, protected, asking, inserted=0):
+        """Insert computed tokens; free those that were cached besides the protected ones.
+
+        `inserted`: how many of them `asking` has inserted before.
+        """
         values = torch.zeros(len(tokens), dtype=torch.int64)
-        params = InsertParams(key=RadixKey(tokens), value=values, prev_prefix_len=protected)
+        params = InsertParams(
+            key=RadixKey(tokens), value=values, prev_prefix_len=protected, inserted_len=inserted
+        )
+        self._serve(asking)
         result = self.cache.insert(params)
         if self.core == "radix":
             self.slots.left += result.prefix_len - protected
@@ -131,33 +197,36 @@ class Theirs:
         size = request.key_tokens
         tokens = self._tokens(request.keys)[: request.prompt_tokens // size]
         limit = (request.prompt_tokens - 1) // size
-        match = self.match(tokens[:limit])
+        asking = Asking(request.id, tokens)
+        match = self.match(tokens, limit, asking)
         lock = self.cache.lock(match.last_device_node)
         hit = match.device_prefix_len
         blocks = -(-request.prompt_tokens // size)
-        self._take(blocks - hit)
-        self.insert(tokens, hit)
+        self._take(blocks - hit, asking)
+        self.insert(tokens, hit, asking)
         cached = self.match(tokens).last_device_node
         self.cache.unlock(lock)
         lock = self.cache.lock(cached)
-        return [request, tokens, blocks, lock], hit
+        return [request, asking, tokens, blocks, lock], hit
 
     def close(self, opened, *, generates):
         """Let a request generate, if there is room, and close it."""
-        request, tokens, blocks, lock = opened
+        request, asking, tokens, blocks, lock = opened
         size, prompt = request.key_tokens, tokens
         length = request.prompt_tokens + request.output_tokens - 1
         need = -(-length // size) - blocks
         if generates and request.output_tokens > 1 and need <= self.available():
-            self._take(need)
+            self._take(need, asking)
             blocks += need
             new = range(len(tokens), length // size)
-            tokens = tokens + self._tokens([(request.id, place) for place in new])
-        self.insert(tokens, len(prompt))
+            tokens = tokens + self._tokens([(GENERATED, request.id, place) for place in new])
+        self.insert(tokens, len(prompt), asking, len(prompt))
         if 0 < len(prompt) < len(tokens):
-            self.insert(prompt, len(prompt))
+            self.insert(prompt, len(prompt), asking, len(prompt))
         self.slots.left += blocks - len(tokens)
         self.cache.unlock(lock)
+        asking.output_ids = tokens[len(prompt) :]
+        self.cache.on_release(asking, checkpointed=True)
 
 
 def waiting(theirs, request):

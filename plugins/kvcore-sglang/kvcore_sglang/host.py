@@ -1,0 +1,484 @@
+"""The host of an eviction policy where SGLang owns a radix tree."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
+from typing import Any, overload
+from weakref import WeakKeyDictionary
+
+import attrs
+
+from kvcore import EvictionPolicy, InputError, Key, Request, ScoreEviction, Span
+from kvcore.cache import BlockLayout
+from kvcore.hosting import EngineRecorder
+from kvcore.plugins import find_override, policy_error, wrong_answer
+from kvcore.request import DEFAULT_PRIORITY
+
+_log = logging.getLogger("kvcore")
+
+_MASK = (1 << 63) - 1
+
+
+def chain(parent: Key, units: Any, page_size: int) -> list[Key]:
+    """Return the chained keys of the pages in `units`, which follow the key `parent`. O(units).
+
+    Numbers, and tuples of them, have the same hash in every process.
+    """
+    tokens = iter(units)
+    if page_size == 1:
+        steps: Any = tokens
+    else:
+        steps = iter(lambda: tuple(islice(tokens, page_size)), ())
+    keys = accumulate(steps, lambda key, page: hash((key, page)) & _MASK, initial=parent)
+    return list(keys)[1:]
+
+
+class Path(Sequence[Key]):
+    """The keys of a path from the root: computed when one of them is read, if ever."""
+
+    __slots__ = ("_above", "_chain", "_keys", "_length", "_start", "_units")
+
+    def __init__(
+        self, above: Path | None, start: int, length: int, units: Any, chain: Any
+    ) -> None:
+        """Store the pages `units` from position `start` on, and the path before them."""
+        self._above = above
+        self._start = start
+        self._length = length
+        self._units = units
+        self._chain = chain
+        self._keys: list[Key] | None = None
+
+    def _own(self) -> list[Key]:
+        if self._keys is None:
+            before = self._above[self._start - 1] if self._above is not None else None
+            self._keys = self._chain(before, self._units)
+            self._units = None
+        return self._keys
+
+    def __len__(self) -> int:
+        """Return the number of pages from the root on."""
+        return self._start + self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Key]: ...
+    def __getitem__(self, index: int | slice) -> Key | list[Key]:
+        """Return the key of a page, or of some."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        place, path = index % len(self), self
+        while place < path._start:
+            path = path._above  # type: ignore[assignment]
+        return path._own()[place - path._start]  # noqa: SLF001
+
+
+@attrs.define(eq=False)
+class _Admission:
+    """A request that was matched, and whether SGLang has let it in.
+
+    Attributes:
+        request: SGLang's.
+        node: where its match ends.
+        prompt: the key that was matched.
+        locks: how often `node` is locked for it.
+        missed: whether the policy has heard what it missed.
+    """
+
+    request: Any
+    node: Any
+    prompt: Any
+    locks: int = 0
+    missed: bool = False
+
+
+class TreeHost:
+    """Lets an `EvictionPolicy` decide about the nodes of SGLang's radix tree.
+
+    A node is a span of many blocks, a page each, and leaves the tree whole: the cache of
+    `radix:evict=leaf`. The host calls the policy as `KVCache` does; what SGLang does in another
+    order is held back:
+
+    - A request's lock moves from one node to another: unlocked, locked again. A release
+      counts when something else comes first. New nodes and heads of split ones, and all above
+      them, count as in use until then.
+    - A request is matched often while it waits, and locked on trial. It is admitted, and hits,
+      when its lock holds at the next insertion; it has missed at the next eviction.
+
+    Args:
+        eviction: a policy not yet in use.
+        blocks, page_size: size of the cache in pages, and of a page in tokens.
+        renew_split: whether what a match parts from, inside a node, becomes as recent as if it
+            was used, as under all policies of SGLang's own.
+
+    Attributes:
+        eviction: the policy.
+        scores: whether `score` alone decides, so that SGLang's own heap of leaves will do.
+        clock: returns the time in ns.
+        chain: computes the chained keys of pages.
+        request: for whom SGLang evicts or inserts now; None: unknown.
+        failure: what has failed; None: nothing. From then on nothing is called any more.
+        evicted: blocks that the policy has let go.
+        recorder: writes what is decided; None: nobody.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionPolicy,
+        blocks: int,
+        page_size: int,
+        *,
+        renew_split: bool = False,
+    ) -> None:
+        refuse(eviction)
+        self.eviction = eviction
+        self.page_size = page_size
+        self.renew_split = renew_split
+        self.clock: Callable[[], int] = time.monotonic_ns
+        self.chain: Callable[..., list[Key]] = chain
+        self.request: Any = None
+        self.failure: BaseException | None = None
+        self.evicted = 0
+        self.recorder: EngineRecorder | None = None
+        kind = type(eviction)
+        self.scores = (
+            isinstance(eviction, ScoreEviction)
+            and kind.victim is ScoreEviction.victim
+            and kind.on_remove is ScoreEviction.on_remove
+        )
+        self._geometry = BlockLayout("tokens", page_size, page_size)
+        self._on_access = find_override(eviction, "on_access")
+        self._on_miss = find_override(eviction, "on_miss")
+        eviction.bind()
+        self.clear()
+        eviction.attach(blocks, page_size)
+
+    def clear(self) -> None:
+        """Forget all nodes: SGLang has just made its tree."""
+        self._root = Span(
+            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
+            None, self._geometry, (), None, None,
+        )  # fmt: skip
+        self._spans: dict[Any, Span] = {}
+        self._nodes: dict[Span, Any] = {}
+        self._held: dict[Span, None] = {}
+        self._matched: WeakKeyDictionary[Any, _Admission] = WeakKeyDictionary()
+        self._admitted: list[_Admission] = []
+        self._orders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # Of requests in the recording: blocks that they have.
+        self._blocks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._gone: list[Key] = []
+        self._unlocked = False
+        self._last_id = self._released = self._admissions = 0
+
+    def span(self, node: Any) -> Span:
+        """Return the span of a node. Raises KeyError for a node that is not in the tree."""
+        return self._spans[node]
+
+    # What SGLang does.
+
+    def begin(self) -> None:
+        """Release what was unlocked: SGLang matches or inserts next."""
+        if self._unlocked:
+            self._release()
+
+    def matched(self, node: Any, prompt: Any, request: Any) -> None:
+        """Remember where the match of a waiting request ends."""
+        if request is not None:
+            self._matched[request] = _Admission(request, node, prompt)
+
+    def locked(self, node: Any) -> None:
+        """Pin the path down to `node`. O(its spans, and requests that wait)."""
+        self._unlocked = False
+        span = self._spans.get(node, self._root)
+        while span is not self._root:
+            if span in self._held:
+                del self._held[span]
+            else:
+                span.ref_count += 1
+                if span.ref_count == 1:
+                    self.eviction.on_pin(span)
+            span = span.parent  # type: ignore[assignment]
+        admission = next((each for each in self._matched.values() if each.node is node), None)
+        if admission is not None:
+            del self._matched[admission.request]
+            self._admitted.append(admission)
+        else:
+            admission = self._admission_at(node)
+        if admission is not None:
+            admission.locks += 1
+
+    def unlocked(self, node: Any) -> None:
+        """Unpin the path down to `node`, unless its lock only moves. O(its spans)."""
+        self.begin()
+        self._unlocked = True
+        admission = self._admission_at(node)
+        if admission is not None:
+            admission.locks -= 1
+            if not admission.locks:
+                self._admitted.remove(admission)
+                self._matched.setdefault(admission.request, admission)
+        span = self._spans.get(node, self._root)
+        while span is not self._root:
+            if span.ref_count == 1:
+                self._held[span] = None
+            else:
+                span.ref_count -= 1
+            span = span.parent  # type: ignore[assignment]
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """Note that the head of the node `lower` became the node `upper`."""
+        span = self._spans[lower]
+        at = span.start + len(upper.key) // self.page_size
+        parent: Span = span.parent  # type: ignore[assignment]
+        siblings: Any = parent.children
+        self._last_id += 1
+        first = upper.key.child_key(self.page_size)
+        head = Span(
+            self._last_id, span.start, at, parent, max(span.ref_count, 1),
+            {lower.key.child_key(self.page_size): span}, span.created, span.last_access,
+            span.created_order, span.last_hit_order, span.last_request, span.released_order,
+            span.hit_count, span.priority, None, None, None, None, self._geometry,
+            span.path_keys, None, None,
+        )  # fmt: skip
+        siblings[first] = head
+        span.parent = head
+        span.start = at
+        self._spans[upper], self._nodes[head] = head, upper
+        if not span.ref_count or span in self._held:
+            self._held[head] = None
+        self.eviction.on_split(head, span)
+        self._hold(parent)
+        if self.renew_split and not span.ref_count:
+            span.ref_count = 1
+            self.eviction.on_pin(span)
+            self._end(span)
+
+    def inserted(self, node: Any) -> None:
+        """Note that SGLang has inserted a path that ends at `node`. O(its spans)."""
+        self._unlocked = False
+        now = self.clock()
+        self._admit(now)
+        if node in self._spans or node.parent is None:
+            self._hold(self._spans.get(node, self._root))
+            self._record_commit(self._spans.get(node, self._root), now)
+            return
+        parent = self._spans.get(node.parent, self._root)
+        self._hold(parent)
+        self._last_id += 1
+        start, blocks = parent.end, len(node.key) // self.page_size
+        path = Path(
+            None if parent is self._root else parent.path_keys,  # type: ignore[arg-type]
+            start, blocks, node.key, self._keys,
+        )  # fmt: skip
+        span = Span(
+            self._last_id, start, start + blocks, parent, 1, {}, now, now, self._last_id,
+            self._order(self.request), getattr(self.request, "rid", ""), 0, 0,
+            DEFAULT_PRIORITY, None, None, None, None, self._geometry, path, None, None,
+        )  # fmt: skip
+        siblings: Any = parent.children
+        siblings[node.key.child_key(self.page_size)] = span
+        self._spans[node], self._nodes[span] = span, node
+        self._held[span] = None
+        self._hold(parent)
+        self.eviction.on_insert(span, now)
+        self._record_commit(span, now)
+
+    def removed(self, node: Any) -> None:
+        """Note that a leaf has left the tree."""
+        span = self._spans.pop(node)
+        del self._nodes[span]
+        parent: Span = span.parent  # type: ignore[assignment]
+        siblings: Any = parent.children
+        del siblings[node.key.child_key(self.page_size)]
+        self.evicted += span.blocks
+        if self.recorder is not None:
+            self._gone += reversed(span.keys())
+        self.eviction.on_remove(span, "capacity")
+        span.parent = None
+        if not siblings and not parent.ref_count:
+            self.eviction.on_leaf(parent)
+
+    def ended(self, request: Any) -> None:
+        """Note that a request has ended, or was retracted and comes again."""
+        if self.recorder is not None and self._blocks.pop(request, None) is not None:
+            output = len(request.output_ids) if request.finished() else None
+            self.recorder.closed(request.rid, self.clock(), output=output)
+
+    def evicting(self) -> None:
+        """Note that SGLang evicts next: what is not locked can be evicted."""
+        self._release()
+        now = self.clock()
+        for admission in self._admitted:
+            self._miss(admission, now)
+        if self.request is not None:
+            self.eviction.requester = self.request.rid
+
+    def victim(self) -> Any:
+        """Return the node that the policy evicts. Raises PolicyError if it cannot go."""
+        span = self.eviction.victim(self.clock())
+        node = self._nodes.get(span)
+        if node is None or span.ref_count or span.children:
+            why = f"{span!r}, which is no unpinned leaf of this tree"
+            raise wrong_answer(self.eviction, "victim()", why)
+        return node
+
+    def priority(self, node: Any) -> Any:
+        """Return the place of a leaf in the order of eviction, the first to leave lowest."""
+        span = self._spans[node]
+        policy: Any = self.eviction
+        score = policy.score(span, self.clock())
+        if score is None or score != score:  # noqa: PLR0124  (NaN)
+            raise wrong_answer(self.eviction, "score()", f"{score!r}, which has no order")
+        return score, span.released_order, -span.start, span.id
+
+    def fail(self, method: str, error: BaseException) -> None:
+        """Stop asking the policy; SGLang's least recently used nodes leave from now on."""
+        self.failure = policy_error(self.eviction, method, error)
+        _log.warning(
+            "%s; SGLang evicts least recently used nodes from now on",
+            self.failure,
+            exc_info=error,
+        )
+
+    # Inside.
+
+    def _keys(self, parent: Key | None, units: Any) -> list[Key]:
+        """Return the keys of `units`, which follow `parent`; None: a namespace of its own."""
+        if parent is None:
+            namespace = (units.extra_key, units.cache_salt)
+            text = repr(namespace).encode() if any(namespace) else b""
+            parent = int.from_bytes(text, "big") % _MASK
+        return self.chain(parent, units, self.page_size)
+
+    def _order(self, request: Any) -> int:
+        """Return the serial of the admission of `request`; None: of the latest."""
+        return (
+            self._admissions if request is None else self._orders.get(request, self._admissions)
+        )
+
+    def _hold(self, span: Span) -> None:
+        """Pin a path that nobody has locked, until the next release; it is released upwards."""
+        while span is not self._root:
+            if span in self._held:
+                del self._held[span]
+                self._held[span] = None
+            elif not span.ref_count:
+                span.ref_count = 1
+                self._held[span] = None
+                self.eviction.on_pin(span)
+            span = span.parent  # type: ignore[assignment]
+
+    def _release(self) -> None:
+        """Release what is held."""
+        self._unlocked = False
+        held, self._held = self._held, {}
+        for span in held:
+            self._end(span)
+
+    def _end(self, span: Span) -> None:
+        """Release a span."""
+        span.ref_count = 0
+        self._released += 1
+        span.released_order = self._released
+        self.eviction.on_release(span, self.clock())
+
+    def _admission_at(self, node: Any) -> _Admission | None:
+        """Return the last admission whose match ends at `node`, if it is not settled."""
+        return next((each for each in reversed(self._admitted) if each.node is node), None)
+
+    def _miss(self, admission: _Admission, now: int) -> None:
+        """Count an admission, and tell the policy what it does not hit."""
+        request = admission.request
+        self.eviction.requester = request.rid
+        if admission.missed or request in self._orders:
+            return
+        admission.missed = True
+        self._admissions += 1
+        self._orders[request] = self._admissions
+        hit = self._spans.get(admission.node, self._root).end
+        missed = self._on_miss is not None and hit < len(admission.prompt) // self.page_size
+        if missed or self.recorder is not None:
+            asked = self._asked(admission)
+            if self.recorder is not None:
+                self.recorder.request(asked, now)
+            if missed and self._on_miss is not None:
+                self._on_miss(asked, hit, now)
+
+    def _asked(self, admission: _Admission) -> Request:
+        """Return a request as policies and traces have it. O(its tokens)."""
+        whole, request = admission.prompt, admission.request
+        units = type(whole)(
+            whole.token_ids, whole.extra_key, whole.is_bigram, None, whole.cache_salt
+        )
+        sampling = getattr(request, "sampling_params", None)
+        return Request(
+            id=request.rid,
+            prompt_tokens=len(whole.token_ids),
+            output_tokens=max(1, getattr(sampling, "max_new_tokens", None) or 1),
+            keys=self._keys(None, units.page_aligned(self.page_size)),
+            key_tokens=self.page_size,
+        )
+
+    def _record_commit(self, span: Span, now: int) -> None:
+        """Record that the path down to `span` is cached for the request that inserts."""
+        request, recorder = self.request, self.recorder
+        blocks = None if request is None or recorder is None else self._blocks.get(request)
+        if blocks is None or recorder is None:
+            return
+        more = span.end - blocks
+        if more > 0:
+            gone, self._gone = self._gone, []
+            recorder.extended(request.rid, blocks=more, evicted=gone, now=now)
+            self._blocks[request] = span.end
+        known = len(request.origin_input_ids) // self.page_size
+        recorder.committed(
+            request.rid, blocks=span.end, now=now, keys=span.path_keys[known : span.end]
+        )
+
+    def _admit(self, now: int) -> None:
+        """Count the hits of the requests that SGLang has let in."""
+        admitted, self._admitted = self._admitted, []
+        for admission in admitted:
+            resumed = admission.request in self._orders and not admission.missed
+            self._miss(admission, now)
+            span = last = self._spans.get(admission.node, self._root)
+            while span is not self._root:
+                span.last_access = now
+                if not resumed:
+                    span.hit_count += 1
+                    span.last_hit_order = self._orders[admission.request]
+                    span.last_request = admission.request.rid
+                span = span.parent  # type: ignore[assignment]
+            if self.recorder is not None:
+                gone, self._gone = self._gone, []
+                more = -(-len(admission.prompt.token_ids) // self.page_size) - last.end
+                self._blocks[admission.request] = last.end + more
+                self.recorder.opened(
+                    admission.request.rid, hit=last.end, blocks=more, evicted=gone, now=now
+                )
+            if self._on_access is None or resumed:
+                continue
+            while last is not self._root:
+                self._on_access(last, now)
+                last = last.parent  # type: ignore[assignment]
+
+
+def refuse(policy: EvictionPolicy) -> None:
+    """Raise InputError for a policy that needs what SGLang does not offer."""
+    if policy.expires_spans:
+        why = "lets blocks expire, and SGLang would go on to hit them"
+    elif policy.lookahead != 0:
+        why = "looks ahead into a queue of requests, which SGLang's caches do not see"
+    elif policy.name == "tool-ttl":
+        why = "reads of tool calls in requests, which SGLang's caches do not see"
+    else:
+        return
+    msg = f"the eviction policy {policy.name!r} cannot run in SGLang: it {why}"
+    raise InputError(msg)

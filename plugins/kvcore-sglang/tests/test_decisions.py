@@ -1,0 +1,125 @@
+"""What leaves SGLang's caches under policies of kvcore: as under its own, as in a replay."""
+
+import json
+from random import Random
+
+import pytest
+from helpers.commands import run_here
+from helpers.engines import required
+
+required("sglang")
+required("kvcore_sglang")
+
+from helpers.cache_streams import CONVERSATION, Ours, Stream, hits_of  # noqa: E402
+from helpers.hosted_trees import hosted, in_kvcore, in_sglang  # noqa: E402
+from helpers.sglang_engine import Theirs  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+
+from kvcore import Request  # noqa: E402
+from kvcore_sglang.host import chain  # noqa: E402
+
+load_plugins()
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
+
+CORES = ("radix", "python")
+KINDS = ((1, False), (16, False), (16, True))
+STREAMS = [
+    Stream(CONVERSATION, blocks, opened, generates, 500)
+    for blocks in (2048, 4096)
+    for opened, generates in KINDS
+]
+WHOLE = Stream(CONVERSATION, 8192, 16, generates=True)
+THEIRS = {"lru": "lru", "lfu": "lfu:half_life=inf", "slru": "slru:protected=1"}
+"""Policies of SGLang, and those of kvcore that decide the same where splits renew."""
+
+POLICIES = (
+    "lru", "lru:renew_split=true", "lfu",
+    "lfu:half_life=inf", "lfu:half_life=2000,unit=accesses",
+    "slru", "sieve", "s3fifo", "arc", "tinylfu", "lruk", "fifo", "mru", "random", "priority",
+)  # fmt: skip
+OF_TOKENS = ("cost", "tail-lru", "adaptive")
+"""Policies that count tokens, and so depend on how many a block has."""
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("stream", STREAMS, ids=str)
+@pytest.mark.parametrize("policy", THEIRS)
+def test_a_policy_of_sglang_is_one_of_kvcore(policy, stream, core):
+    """Hits and victims, in order, are those under SGLang's own policy of that name."""
+    own = in_sglang(stream, core, policy)
+    assert own[1], "nothing was evicted"
+    assert hosted(stream, core, THEIRS[policy], renew_split=True) == own
+
+
+@pytest.mark.parametrize("policy", THEIRS)
+def test_a_policy_of_sglang_is_one_of_kvcore_over_the_whole_trace(policy):
+    """The same for all 12,031 requests, which takes some seconds."""
+    config = {"renew_split": True}
+    assert hosted(WHOLE, "radix", THEIRS[policy], **config) == in_sglang(WHOLE, "radix", policy)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_decides_as_in_a_replay(policy, core):
+    """Each request hits, and each block leaves, as in kvcore's model of the cache."""
+    for stream in STREAMS[2::3] if core == "python" else STREAMS:
+        assert hosted(stream, core, policy) == in_kvcore(stream, policy), stream
+
+
+def requests(seed):
+    """Yield requests that share prefixes, a token and a key a block."""
+    draw = Random(seed)
+    stems = [[1000 * name + place for place in range(40)] for name in range(1, 8)]
+    for number in range(200):
+        stem = draw.choice(stems)
+        own = [10_000 + 100 * number + place for place in range(draw.randint(1, 20))]
+        keys = [*stem[: draw.randint(0, len(stem))], *own]
+        yield Request(
+            id=number, prompt_tokens=len(keys), output_tokens=draw.randint(1, 12), keys=keys,
+            key_tokens=1,
+        )  # fmt: skip
+
+
+class Random200(Stream):
+    """A random stream; its workload is the seed."""
+
+    def requests(self):
+        """Yield the requests."""
+        return requests(self.workload)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("policy", [*POLICIES, *OF_TOKENS])
+def test_random_streams_decide_as_in_a_replay(policy, core):
+    """The same for streams whose prompts part anywhere, and for policies that count tokens."""
+    for seed in range(4):
+        for opened, generates in KINDS:
+            stream = Random200(seed, 150, opened, generates)
+            ours = Ours(150, 1, policy, "radix:evict=leaf")
+            theirs = Theirs(150, core, "kvcore", {"eviction": policy})
+            assert hits_of(stream, ours) == hits_of(stream, theirs), (seed, str(stream))
+            assert theirs.host.failure is None
+            assert ours.cache.tree.evicted_blocks == theirs.host.evicted > 0
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_decisions_are_recorded(kind, core, tmp_path, monkeypatch):
+    """`KVCORE_TRACE` gets all hits and evictions, in a trace that replay accepts."""
+    path = tmp_path / "day.jsonl"
+    monkeypatch.setenv("KVCORE_TRACE", str(path))
+    stream = Random200(1, 150, *kind)
+    theirs = Theirs(150, core, "kvcore", {"eviction": "sieve"})
+    theirs.host.chain = chain  # keys of tokens, as in a server
+    hits = hits_of(stream, theirs)
+    recorder = theirs.host.recorder
+    recorder.close()
+    assert recorder.failure is None
+    assert not recorder.disagreements
+    shown = run_here("replay", path, "--json")
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert found["evictions"]["blocks"] == recorder.evictions.blocks > 0
+    assert found["evictions"]["digest"] == recorder.evictions.hexdigest
+    assert sum(hits) == found["hit"]["hit_blocks"]

@@ -1,0 +1,345 @@
+"""How SGLang loads the adapter, what it relies on, and what happens when a policy fails."""
+
+import inspect
+import logging
+from pkgutil import resolve_name
+
+import pytest
+from helpers.engines import required
+
+required("sglang")
+required("kvcore_sglang")
+
+from helpers.cache_streams import CONVERSATION, Stream  # noqa: E402
+from helpers.hosted_trees import hosted, in_sglang  # noqa: E402
+from helpers.sglang_engine import Asking, Theirs  # noqa: E402
+from sglang.srt.arg_groups.choices import RADIX_EVICTION_POLICY_CHOICES  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.pure_swa_radix_cache import PureSWARadixCache  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixCache  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
+from sglang.srt.mem_cache.utils import get_eviction_strategy  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+
+from kvcore import EvictionPolicy, ScoreEviction  # noqa: E402
+from kvcore.plugins import resolve  # noqa: E402
+from kvcore_sglang import plugin  # noqa: E402
+from kvcore_sglang.host import TreeHost, chain  # noqa: E402
+
+load_plugins()
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
+
+CORES = ("radix", "python")
+STREAM = Stream(CONVERSATION, 2048, 16, generates=True, limit=300)
+
+SIGNATURES = {
+    "unified_cache.tree_core_registry.select_tree_core_backend": "params",
+    "radix_cache.RadixCache.__init__": "self params",
+    "radix_cache.RadixCache.reset": "self",
+    "radix_cache.RadixCache.match_prefix": "self params",
+    "radix_cache.RadixCache.insert": "self params",
+    "radix_cache.RadixCache.checkpoint": "self req up_to",
+    "base_prefix_cache.BasePrefixCache.on_release": "self req checkpointed",
+    "unified_radix_cache.UnifiedRadixCache.on_release": "self req checkpointed",
+    "radix_cache.RadixCache._split_node": "self key child split_len",
+    "radix_cache.RadixCache._delete_leaf": "self node",
+    "radix_cache.RadixCache.inc_lock_ref": "self node",
+    "radix_cache.RadixCache.dec_lock_ref": "self node params",
+    "radix_cache.RadixCache.evict": "self params",
+    "unified_cache.unified_tree_core.UnifiedTreeCore.__init__": "self params components",
+    "unified_cache.unified_tree_core.UnifiedTreeCore.reset": "self",
+    "unified_cache.unified_tree_core.UnifiedTreeCore.match_prefix": "self params",
+    "unified_cache.unified_tree_core.UnifiedTreeCore.begin_insert": "self params",
+    "unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": "self req up_to kwargs",
+    "unified_cache.unified_tree_core.UnifiedTreeCore._split_node": "self key child split_len",
+    "unified_cache.unified_tree_core.UnifiedTreeCore._remove_leaf_from_parent": "self node",
+    "unified_cache.unified_tree_core.UnifiedTreeCore.inc_lock_ref": (
+        "self node_id skip_lock_components"
+    ),
+    "unified_cache.unified_tree_core.UnifiedTreeCore.dec_lock_ref": (
+        "self node_id params skip_swa"
+    ),
+    "unified_cache.unified_tree_core.UnifiedTreeCore.inc_full_pin": "self node_id",
+    "unified_cache.unified_tree_core.UnifiedTreeCore.dec_full_pin": "self node_id",
+    "unified_cache.components.full.FullComponent._evict_device_start": "self request_cnt",
+    "unified_cache.components.full.FullComponent._evict_device_next_node": (
+        "self tracker device_frees host_frees cache_actions"
+    ),
+    "unified_radix_cache.UnifiedRadixCache.init_hicache": "self server_args params",
+    "unified_radix_cache.UnifiedRadixCache.init_cache_linker": "self cache_linker",
+}
+"""What is hooked, with its parameters in SGLang 0.5.23."""
+
+
+def params(**more):
+    """Return what SGLang makes a cache of."""
+    given = {
+        "disable": False,
+        "req_to_token_pool": None,
+        "token_to_kv_pool_allocator": None,
+        "page_size": 1,
+        "eviction_policy": "kvcore",
+        "eviction_policy_config": {"eviction": "sieve"},
+        "tree_components": (ComponentType.FULL,),
+    }
+    return CacheInitParams(**given | more)
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Return a function: let the adapter take a class of policies."""
+
+    def choose(policy):
+        def found(kind, name):
+            return policy() if name == "own" else resolve(kind, name)
+
+        monkeypatch.setattr(plugin, "resolve", found)
+        return "own"
+
+    return choose
+
+
+def test_the_entry_point_adds_the_policy_and_hooks_all():
+    """`load_plugins` has called `register`, and the hooks are on their targets."""
+    assert "kvcore" in RADIX_EVICTION_POLICY_CHOICES
+    assert isinstance(
+        get_eviction_strategy("kvcore", {"eviction": "sieve"}), plugin.KvcoreStrategy
+    )
+    targets = {f"sglang.srt.mem_cache.{target}" for target in plugin.HOOKS}
+    assert targets <= HookRegistry._patched
+
+
+def test_signatures_relied_upon():
+    """What is hooked takes what it took in the version that the adapter was written for."""
+    found = {}
+    for target in plugin.HOOKS:
+        function = inspect.unwrap(resolve_name(f"sglang.srt.mem_cache.{target}"))
+        found[target] = " ".join(inspect.signature(function).parameters)
+    assert found == SIGNATURES
+
+
+def test_attributes_relied_upon():
+    """Nodes, keys and trees have what the host reads of them."""
+    for core in CORES:
+        theirs = Theirs(8, core, "kvcore", {"eviction": "sieve"})
+        theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
+        tree = theirs.cache if core == "radix" else theirs.cache.tree_core
+        node = next(iter(tree.root_node.children.values()))
+        assert tree.root_node.parent is None
+        assert node.parent is tree.root_node
+        assert node.last_access_time
+        assert list(node.key) == [1, 2, 3]
+        assert node.key.child_key(1) == 1
+        assert node.key.extra_key is node.key.cache_salt is None
+        leaves = tree.evictable_leaves if core == "radix" else tree.evictable_device_leaves
+        assert leaves == {node}
+    assert {field.name for field in EvictParams.__dataclass_fields__.values()} >= {"num_tokens"}
+    assert "req" in MatchPrefixParams.__dataclass_fields__
+
+
+def test_policies_of_sglang_are_left_alone():
+    """Without `--radix-eviction-policy kvcore` no host is asked."""
+    theirs = Theirs(8, "radix")
+    assert theirs.host is None
+    assert in_sglang(STREAM, "radix", "lru")[1]
+
+
+def test_the_policy_by_environment(monkeypatch):
+    """Without a config, `KVCORE_EVICTION` names the policy, with its options."""
+    monkeypatch.setenv("KVCORE_EVICTION", "slru:protected=0.8")
+    cache = RadixCache(params(eviction_policy_config=None))
+    policy = cache.eviction_strategy.host.eviction
+    assert (policy.name, policy.protected) == ("slru", 0.8)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"eviction": "nonsense"}, "nonsense"),
+        ({"eviction": "ttl"}, "lets blocks expire"),
+        ({"eviction": "lookahead"}, "looks ahead"),
+        ({"eviction": "tool-ttl"}, "tool calls"),
+    ],
+)
+def test_a_policy_that_cannot_run_is_refused(config, why):
+    """SGLang does not start, and says why."""
+    with pytest.raises(ValueError, match=why):
+        RadixCache(params(eviction_policy_config=config))
+
+
+def test_caches_that_cannot_host_are_refused():
+    """Windows, states, sessions and tiers are refused with the reason."""
+    with pytest.raises(ValueError, match="PureSWARadixCache"):
+        PureSWARadixCache(params())
+    with pytest.raises(ValueError, match="sessions"):
+        UnifiedRadixCache(params(enable_session_radix_cache=True))
+    cache = UnifiedRadixCache(params())
+    with pytest.raises(ValueError, match="hierarchical"):
+        cache.init_hicache(None, None)
+    components = (ComponentType.FULL, ComponentType.MAMBA)
+    with pytest.raises(ValueError, match="MAMBA"):
+        plugin._made_core(None, None, None, params(), components)
+
+
+def test_the_core_in_python_is_taken():
+    """The default core, in Rust, knows no policies but its own; others keep it."""
+    assert plugin._python_core("rust", params()) == "python"
+    assert plugin._python_core("rust", params(eviction_policy="lru")) == "rust"
+    assert type(UnifiedRadixCache(params()).tree_core).__name__ == "UnifiedTreeCore"
+
+
+def test_flushing_begins_anew():
+    """After `reset` a new policy decides about an empty tree."""
+    theirs = Theirs(64, "radix", "kvcore", {"eviction": "sieve"})
+    theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
+    strategy, before = theirs.cache.eviction_strategy, theirs.host
+    theirs.cache.reset()
+    assert strategy.host is not before
+    theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
+    assert strategy.host.failure is None
+
+
+class Raises(EvictionPolicy):
+    """Raises when it is asked."""
+
+    name = "raises"
+
+    def victim(self, now):
+        """Return nothing of use."""
+        raise RuntimeError
+
+
+class Nonsense(EvictionPolicy):
+    """Answers with what is no span."""
+
+    name = "nonsense"
+
+    def victim(self, now):
+        """Return nothing of use."""
+        return "the first one"
+
+
+class Unordered(ScoreEviction):
+    """Has no score."""
+
+    name = "unordered"
+
+    def score(self, span, now):
+        """Return nothing of use."""
+        return
+
+
+class FailsOnInsert(EvictionPolicy):
+    """Raises in a callback."""
+
+    name = "fails-on-insert"
+
+    def on_insert(self, span, now):
+        """Raise."""
+        raise KeyError(span)
+
+    def victim(self, now):
+        """Never called."""
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("policy", [Raises, Nonsense, Unordered, FailsOnInsert])
+def test_a_policy_that_fails_leaves_sglang_its_own_order(policy, core, named, caplog):
+    """Hits and victims are those of SGLang's `lru`; it is logged once, and counted."""
+    with caplog.at_level(logging.WARNING, "kvcore"):
+        found = hosted(STREAM, core, named(policy))
+    assert found == in_sglang(STREAM, core, "lru")
+    [record] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert policy().name in record.message
+    assert "least recently used" in record.message
+
+
+def test_failures_are_counted(named):
+    """The strategy says so, and flushing the cache does not bring the policy back."""
+    theirs = Theirs(64, "radix", "kvcore", {"eviction": named(FailsOnInsert)})
+    strategy = theirs.cache.eviction_strategy
+    assert strategy.failures == 0
+    theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
+    theirs.cache.reset()
+    assert strategy.failures == 1
+
+
+def test_scores_go_through_get_priority(named):
+    """A policy that is only a score orders the leaves in SGLang's own heap."""
+
+    class Longest(ScoreEviction):
+        name = "longest"
+
+        def score(self, span, now):
+            return -span.blocks
+
+    theirs = Theirs(64, "radix", "kvcore", {"eviction": named(Longest)})
+    assert not theirs.cache.eviction_strategy.chooses
+    for keys in ([1, 2], [11, 12, 13], [21]):
+        theirs.insert(theirs._tokens(keys), 0, None)
+    theirs.cache.evict(EvictParams(num_tokens=4))
+    assert theirs.evicted == [13, 12, 11, 2, 1]
+
+
+def test_a_lock_on_trial_is_no_hit():
+    """A request that is matched and locked, but not let in, has hit nothing."""
+    theirs = Theirs(64, "radix", "kvcore", {"eviction": "lfu:half_life=inf"})
+    theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
+    request = Asking("a")
+    for _ in range(3):
+        node = theirs.match(theirs._tokens([1, 2, 3]), None, request).last_device_node
+        theirs.cache.unlock(theirs.cache.lock(node))
+    span = theirs.host.span(node)
+    theirs.insert(theirs._tokens([7]), 0, None)
+    assert span.hit_count == 0
+    trial = theirs.cache.lock(node)
+    kept = theirs.cache.lock(node)
+    theirs.cache.unlock(trial)
+    theirs.insert(theirs._tokens([8]), 0, None)
+    assert span.hit_count == 1
+    assert span.last_request == "a"
+    theirs.cache.unlock(kept)
+
+
+class Tokens(tuple):
+    """A key of tokens."""
+
+    __slots__ = ()
+
+    extra_key = cache_salt = None
+
+    def child_key(self, page_size):
+        """Return the tokens of its first page."""
+        return self[:page_size]
+
+
+class Node:
+    """A node of a tree."""
+
+    def __init__(self, parent, key):
+        self.parent, self.key = parent, key
+
+
+def test_keys_of_pages_are_chained():
+    """A key depends on all pages before it, on their order, and on nothing else."""
+    whole = chain(0, [1, 2, 3, 4, 5, 6], 2)
+    assert len(whole) == 3
+    assert whole[1:] == chain(whole[0], [3, 4, 5, 6], 2)
+    assert len({*whole, *chain(0, [3, 4, 1, 2, 5, 6], 2)}) == 6
+    assert chain(0, [1, 2, 3], 1)[0] != chain(1, [1, 2, 3], 1)[0]
+
+
+def test_pages_of_many_tokens():
+    """With pages of four tokens, a node of eight is a span of two blocks, with their keys."""
+    host = TreeHost(resolve("eviction", "arc"), 16, 4)
+    root = Node(None, Tokens())
+    key = Tokens(range(8))
+    node = Node(root, key)
+    host.inserted(node)
+    span = host.span(node)
+    assert (span.blocks, span.tokens) == (2, 8)
+    assert span.keys() == chain(0, range(8), 4)
