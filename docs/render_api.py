@@ -34,6 +34,7 @@ ROOMS = (
     "kvcore.workloads",
     "kvcore.models",
     "kvcore.plugins",
+    "kvcore.hosting",
     "kvcore.kv_events",
     "kvcore.config",
     "kvcore.pages",

@@ -1,7 +1,7 @@
 """KV hints of vLLM: what a client or a router says about the K/V of a request.
 
-An action of type `kvcore.retain` has the payload `{"priority": 80, "start": 0, "end": 2048,
-"seconds": 600}`, all but the priority optional; one of type `kvcore.session`
+An action of type `kvcore:retain` has the payload `{"priority": 80, "start": 0, "end": 2048,
+"seconds": 600}`, all but the priority optional; one of type `kvcore:session`
 `{"session": "…", "tool": "…"}`. Others are for other readers.
 """
 
@@ -16,7 +16,7 @@ from kvcore.units import NS_PER_S
 
 _log = logging.getLogger("vllm.kvcore")
 
-RETAIN, SESSION = "kvcore.retain", "kvcore.session"
+RETAIN, SESSION = "kvcore:retain", "kvcore:session"
 
 
 def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:

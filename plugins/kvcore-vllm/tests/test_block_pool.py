@@ -381,8 +381,8 @@ def test_hints_of_a_request_are_heeded(pool, caplog):
     keys = [bytes([9]) * 16, *pool.request.keys[1:]]
     request = pool.prepare(attrs.evolve(pool.request, id="b", keys=keys))
     retain = {"priority": 80, "start": 0, "end": SIZE, "seconds": 2}
-    payloads = ("kvcore.retain", retain), ("kvcore.session", {"session": "s", "tool": 3})
-    payloads += ("kvcore.session", {"session": "s", "tool": "search"}), ("other", {})
+    payloads = ("kvcore:retain", retain), ("kvcore:session", {"session": "s", "tool": 3})
+    payloads += ("kvcore:session", {"session": "s", "tool": "search"}), ("other", {})
     actions = [
         SimpleNamespace(action_id=str(place), action_type=kind, payload=payload)
         for place, (kind, payload) in enumerate(payloads)
