@@ -85,6 +85,8 @@ class PolicyHost:
             msg = f"a host of {blocks!r} blocks: give a whole number above 0"
             raise InputError(msg)
         self.blocks = blocks
+        self.evictable: int
+        self.released: int
         self.failure: PolicyError | None = None
         self.failures = 0
         self._dead: PolicyError | None = None  # where nothing falls back
@@ -223,16 +225,31 @@ class PolicyHost:
         """Take back one pin of each of `blocks`, the deepest first, as `unpin` does."""
         if self._dead is not None:
             raise self._dead
-        spans = self._spans
+        spans, expires = self._spans, self._expires
         for block in blocks:
             span = spans.get(block)
             if span is None:
                 self._orphans[block] = (self._orphans[block][0], self._orphans[block][1] - 1)
-            elif span.ref_count:
+            elif span.ref_count != 1 or expires:
+                if not span.ref_count:
+                    msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
+                    raise InputError(msg)
                 self._unpin(span, now)
             else:
-                msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
-                raise InputError(msg)
+                # `_unpin` again, for the one case that comes for nearly every block.
+                span.ref_count = 0
+                self.evictable += 1
+                self.released = span.released_order = self.released + 1
+                if self._on_release is not None:
+                    try:
+                        self._on_release(span, now)
+                    except FAILURES as error:
+                        self._fail(policy_error(self.eviction, "on_release", error), error)
+                above: Any = span.parent
+                if above.ref_count > 1:
+                    above.ref_count -= 1
+                else:
+                    self._unpin(above, now)
 
     def hit(
         self,
@@ -305,12 +322,12 @@ class PolicyHost:
         if self._dead is not None:
             raise self._dead
         kept = set(protected)
-        orphans: list[Block] = [
+        evicted: list[Block] = [
             block
             for block, (_, pins) in self._orphans.items()
             if not pins and block not in kept
-        ]
-        rest = max(0, count - len(orphans))
+        ][:count]
+        rest = count - len(evicted)
         known = [self._spans[block] for block in kept if block in self._spans]
         known.sort(key=attrgetter("start"), reverse=True)
         if rest > self.evictable - _unpinned_above(known):
@@ -320,11 +337,11 @@ class PolicyHost:
                 span.ref_count += 1
             else:
                 self._pin(span)
-        evicted = orphans[:count]
         for block in evicted:
             del self._orphans[block]
         self.eviction.requester = requester
-        evicted += [self._remove(self._victim(now), "capacity") for _ in range(rest)]
+        while len(evicted) < count:
+            self._evict(evicted, count, now)
         for span in known:
             if span.ref_count > 1:
                 span.ref_count -= 1
@@ -523,12 +540,26 @@ class PolicyHost:
         except FAILURES as error:
             self._fail(policy_error(self.eviction, "victim", error), error)
             span = self.eviction.victim(now)
-        known = span.__class__ is _BlockSpan and self._spans.get(span.block) is span
-        if known and not span.ref_count and not span.children:
-            return span  # type: ignore[no-any-return]
+        if not self._is_victim(span):
+            self._refuse(span)
+            span = self.eviction.victim(now)
+        return span  # type: ignore[no-any-return]
+
+    def _is_victim(self, span: Any) -> bool:
+        """Return True if `span` is an unpinned leaf of this host."""
+        return (
+            span.__class__ is _BlockSpan
+            and span.geometry is self._geometry
+            and span.parent is not None
+            and not span.ref_count
+            and not span.children
+        )
+
+    def _refuse(self, span: object) -> None:
+        """Fail the policy, whose victim `span` is none."""
         if not isinstance(span, Span):
             why = f"{span!r}, which is no span"
-        elif not known:
+        elif span.geometry is not self._geometry or span.parent is None:
             why = f"{span!r}, which is not cached here"
         elif span.ref_count:
             why = f"{span!r}, which is pinned"
@@ -536,8 +567,57 @@ class PolicyHost:
             why = f"{span!r}, which has children: only leaves can go"
         why += f"; {self.evictable} blocks are evictable"
         self._fail(wrong_answer(self.eviction, "victim()", why))
-        span = self.eviction.victim(now)
-        return span  # type: ignore[no-any-return]
+
+    def _evict(  # noqa: C901 - one eviction, told from top to bottom
+        self, evicted: list[Block], count: int, now: int
+    ) -> None:
+        """Evict until there are `count` blocks in `evicted`, or until the policy fails.
+
+        It is `_victim` and `_remove` in one loop, which takes a quarter less: an engine waits
+        for every block.
+        """
+        spans, geometry, before = self._spans, self._geometry, len(evicted)
+        victim, on_remove, on_leaf = self.eviction.victim, self._on_remove, self._on_leaf
+        method = "victim"
+        try:
+            while len(evicted) < count:
+                span: Any = victim(now)
+                if (
+                    span.__class__ is not _BlockSpan
+                    or span.ref_count
+                    or span.children
+                    or span.geometry is not geometry
+                    or (parent := span.parent) is None
+                ):
+                    break
+                block = span.block
+                del spans[block]
+                evicted.append(block)
+                children: Any = parent.children
+                if len(children) == 1:
+                    children.clear()
+                elif children.get(key := span.path_keys[span.start]) is span:
+                    del children[key]
+                else:
+                    del children[key, span.id]  # a duplicate
+                if on_remove is not None:
+                    method = "on_remove"
+                    on_remove(span, "capacity")
+                    method = "victim"
+                span.parent = None
+                if on_leaf is not None and not (parent.children or parent.ref_count):
+                    method = "on_leaf"
+                    on_leaf(parent)
+                    method = "victim"
+        except FAILURES as error:
+            self.evictable -= len(evicted) - before
+            if method == "on_remove":
+                span.parent = None
+            self._fail(policy_error(self.eviction, method, error), error)
+        else:
+            self.evictable -= len(evicted) - before
+            if len(evicted) < count:
+                self._refuse(span)
 
     def _remove(self, span: _BlockSpan, reason: str) -> Block:
         """Remove an unpinned leaf; return its block.

@@ -22,7 +22,7 @@ with catch_warnings(action="ignore"):  # of what vLLM imports
 
 POOLS = 2048, 8192, 32_768
 MOST = 3.0
-"""Times vLLM's own cost that `lru` may cost; it was 2.2 to 2.5."""
+"""Times vLLM's own cost that `lru` may cost; it was 2.0 to 2.4."""
 
 POLICIES = sorted(getattr(builtin, name).name for name in builtin.__all__)
 
