@@ -55,7 +55,7 @@ def replayed(policy: str, file: Path) -> None:
 
 
 def simulated(policy: str, file: Path) -> None:
-    """Serve them in simulated time, by the rules of vLLM's scheduler."""
+    """Serve them in simulated time."""
     with Trace(file) as trace:
         kvcore.simulate(requests(), cache=cache(policy, trace))
 
