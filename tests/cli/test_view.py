@@ -205,7 +205,16 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
     ("records", "kept"),
     [
         # Names that say what a run does, or which tier or request a line is about.
-        ([turned_away], {"evict", "exclusive", ("Offload", "from"), ("Preempt", "for")}),
+        (
+            [turned_away],
+            {
+                "evict",
+                "exclusive",
+                ("Header", "engine"),
+                ("Offload", "from"),
+                ("Preempt", "for"),
+            },
+        ),
         ([traces.forget, recovered], {"run"}),
     ],
     ids=["one", "two"],

@@ -232,7 +232,8 @@ def test_keys_and_clicks_on_the_timeline(page):
     width = page.evaluate("kvcore.timelineWindow.width")
     page.keyboard.press("+")
     assert page.evaluate("kvcore.timelineWindow.width") == pytest.approx(width / 2)
-    until(page, "() => kvcore.panels.find((each) => each.window).shown.length > 1")
+    shown = "kvcore.panels.find((each) => each.window).shown.length > 1"
+    until(page, f"() => !kvcore.due && {shown}")
     page.keyboard.press("ArrowDown")
     first = page.evaluate("kvcore.pointed.request")
     page.keyboard.press("ArrowDown")
