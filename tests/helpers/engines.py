@@ -1,5 +1,6 @@
 """Packages of real engines, without their dependencies; as a program: installs those named."""
 
+import os
 import subprocess
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -90,7 +91,8 @@ class _Missing(_Unused):
         frame = sys._getframe(1)
         while frame is not None and "importlib" in frame.f_code.co_filename:
             frame = frame.f_back
-        wanted = frame is not None and f"/{self.modules}/" in frame.f_code.co_filename
+        folder, _ = os.path.split(find_spec(self.modules).origin)
+        wanted = frame is not None and frame.f_code.co_filename.startswith(folder + os.sep)
         if not wanted or name.startswith(self.modules):
             return None
         return ModuleSpec(name, self, is_package=True)

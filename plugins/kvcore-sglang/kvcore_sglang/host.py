@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 
 import attrs
 
-from kvcore import EvictionPolicy, InputError, Key, Request, ScoreEviction, Span
+from kvcore import EvictionPolicy, InputError, Request, ScoreEviction, Span
 from kvcore.cache import BlockLayout
 from kvcore.hosting import EngineRecorder
 from kvcore.plugins import find_override, policy_error, wrong_answer
-from kvcore.request import DEFAULT_PRIORITY
+from kvcore.request import DEFAULT_PRIORITY, Key
 
 _log = logging.getLogger("kvcore")
 
