@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import Any, TypeAlias, overload
 
 import attrs
 import orjson
@@ -105,6 +105,71 @@ def _written(value: object) -> bytes:
 
 Key: TypeAlias = Hashable
 """A chained block key: equal keys mean equal blocks *and* equal everything before them."""
+
+
+class KeyPrefix(Sequence[int]):
+    """The first keys of a path that several requests share, without a copy of them.
+
+    A turn of a session continues the one before it: the keys of all turns are one array, and
+    each turn knows how many of these are its own. It compares as a list of the same keys.
+
+    Args:
+        path: integers from 0 to 2^63 - 1, type code `q`. It must not change its length as long
+            as there is a prefix of it.
+        count: how many of them; no more than there are.
+
+    Attributes:
+        path: as given.
+        view: the same keys, as a memory view, of which one costs half as much to read.
+    """
+
+    __slots__ = ("path", "view")
+
+    def __init__(self, path: array[int], count: int) -> None:
+        """Refer to the first `count` keys of `path`. O(1)."""
+        self.path = path
+        self.view = memoryview(path)[:count]
+
+    def __len__(self) -> int:
+        """Return how many keys there are."""
+        return len(self.view)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        """Return a key; or of a slice from the start a prefix, and of any other one a list."""
+        if isinstance(place, slice):
+            first, end, step = place.indices(len(self.view))
+            if first == 0 and step == 1:
+                return KeyPrefix(self.path, end)
+            return self.view[place].tolist()
+        return self.view[place]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the keys."""
+        return iter(self.view)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` is a sequence of the same keys. O(keys)."""
+        if isinstance(other, KeyPrefix):
+            if self.path is other.path:
+                return len(self.view) == len(other.view)
+            return self.view == other.view
+        return isinstance(other, (list, tuple)) and self.view.tolist() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and send it without the rest of its path."""
+        return KeyPrefix, (array("q", self.view), len(self.view))
+
+    def __repr__(self) -> str:
+        """Show the keys."""
+        return repr(self.view.tolist())
 
 
 DEFAULT_PRIORITY = 35
@@ -269,7 +334,8 @@ class Request:
         prompt_tokens: prompt length in tokens.
         output_tokens: tokens to generate.
         keys: chained block keys of the prompt, `key_tokens` tokens each; the last may
-            cover a partial block. May be shorter than the prompt, or empty.
+            cover a partial block. May be shorter than the prompt, or empty. A list, or where
+            requests share integer keys a `KeyPrefix`.
         key_tokens: tokens a key stands for.
         salt: text that keeps equal prompts apart. `keys` depend on it already.
         tenant: the client that sent the request.

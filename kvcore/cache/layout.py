@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvcore.errors import InputError
-from kvcore.request import Key, Request
+from kvcore.request import Key, KeyPrefix, Request
 
 ACCOUNTINGS = ("keys", "tokens")
 
@@ -147,6 +147,8 @@ class BlockLayout:
             self._check_key_tokens(request)
         size = self.block_size
         keys = request.keys
+        if type(keys) is KeyPrefix:
+            keys = keys.view
         if self._unit:
             blocks = len(keys) * self.ratio
             return keys, blocks * size, blocks, blocks, blocks, blocks

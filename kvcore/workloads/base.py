@@ -16,7 +16,7 @@ import orjson
 from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
 from kvcore.progress import Ticked
-from kvcore.request import Key, Request
+from kvcore.request import Key, KeyPrefix, Request
 from kvcore.workloads.files import file_digest
 
 CHECKED_REQUESTS = 4_000
@@ -225,11 +225,21 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     root: Hashable = object()
     checked_requests = None if every else CHECKED_REQUESTS
     parents: dict[Key, Hashable] = {}
+    # Of paths that several requests share, by identity, how far they were checked.
+    checked_paths: dict[int, tuple[object, int]] = {}
     for number, request in enumerate(islice(requests, checked_requests), 1):
-        before = [root, *request.keys[:-1]]
+        keys, done, last = request.keys, 0, root
+        if type(keys) is KeyPrefix and keys:
+            count = len(keys)
+            done = min(checked_paths.get(id(keys.path), (None, 0))[1], count - 1)
+            if count > done + 1:
+                checked_paths[id(keys.path)] = keys.path, count
+            if done:
+                keys, last = keys.view[done:].tolist(), keys[done - 1]
+        before = [last, *keys[:-1]]
         # In C, since this is part of every run: a key keeps the parent that it had first.
         try:
-            known = list(map(parents.setdefault, request.keys, before))
+            known = list(map(parents.setdefault, keys, before))
         except TypeError as error:
             msg = f"{_place(workload, request, number)}: a key cannot be looked up: {error}"
             raise InputError(msg) from error
@@ -240,7 +250,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
                 for parent in (before[first], known[first])
             )
             msg = (
-                f"{_place(workload, request, number)}: key {_key_text(request.keys[first])} "
+                f"{_place(workload, request, number)}: key {_key_text(keys[first])} "
                 f"stands {here}, in an earlier request {there}: {_UNCHAINED}"
             )
             if isinstance(workload, Workload) and "chain" in workload.options():
@@ -248,6 +258,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
             raise InputError(msg)
         yield request
     parents.clear()
+    checked_paths.clear()
     yield from requests
 
 

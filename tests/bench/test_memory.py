@@ -1,4 +1,4 @@
-"""What a comparison of the bundled trace takes of memory, whatever the size of the pool."""
+"""What comparisons take of memory: the bundled trace, and a hundred million references."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from bench.harness import measured
+from helpers.sessions import write_sessions
 
 LIMIT_MB = 150
+
+SESSIONS = 710
+SESSIONS_MB = 600
+SLOWER = 4.3
 
 # The peak of a process includes that of the one it was forked from, so a small process
 # stands between the command and the tests.
@@ -32,3 +38,21 @@ def test_peak_memory_at_block_16(eviction, blocks):
     megabytes = int(measured.stdout) * UNIT / 1e6
     print(f"\n{eviction} with {blocks:,} blocks of 16: peak {megabytes:.0f} MB")
     assert megabytes < LIMIT_MB
+
+
+def test_a_hundred_million_references(tmp_path):
+    """Of 710 sessions what is new is read, not what each turn repeats; and time is linear."""
+    found = []
+    for sessions in (SESSIONS // 4, SESSIONS):
+        path = tmp_path / f"{sessions}.jsonl.gz"
+        references = write_sessions(path, sessions)
+        command = ["-m", "kvcore", "compare", f"weka:{path}", "--eviction", "lru"]
+        taken = measured(sys.executable, *command, "--blocks", "100000", "--json")
+        path.unlink()
+        found.append(taken.cpu)
+        print(
+            f"\n{sessions} sessions, {references / 1e6:.0f} M references, LRU and no bound: "
+            f"{taken.cpu:.1f} s of CPU, {taken.seconds:.1f} s, peak {taken.peak_mb:.0f} MB"
+        )
+    assert taken.peak_mb < SESSIONS_MB
+    assert found[1] / found[0] < SLOWER

@@ -1,12 +1,15 @@
 """Block keys from token ids: known answers, chaining, salt, extra keys, refusals."""
 
+import pickle
 import struct
+from array import array
 from hashlib import blake2b
 
 import pytest
 
-from kvcore import InputError
-from kvcore.request import block_keys
+from kvcore import InputError, KVCache, Request
+from kvcore.request import KeyPrefix, block_keys
+from kvcore.workloads import check_keys
 
 TOKENS = [11, 22, 33, 44, 55, 66, 77]
 
@@ -157,3 +160,70 @@ def test_what_is_no_extra_key_is_refused(extra):
         InputError, match=r"extra keys are text or integers by tag, not .*image"
     ):
         block_keys(TOKENS, 2, extra={0: extra})
+
+
+def test_a_prefix_of_shared_keys_is_read_as_a_list():
+    """Its length, places, slices, order and text are those of a list of its keys."""
+    keys, same = KeyPrefix(array("q", [5, 6, 7, 8]), 3), [5, 6, 7]
+    assert (len(keys), [*keys], repr(keys)) == (3, same, repr(same))
+    assert [keys[place] for place in (0, 2, -1, -3)] == [5, 7, 7, 5]
+    with pytest.raises(IndexError):
+        keys[3]
+    for part in (slice(2), slice(9), slice(1, None), slice(None, None, 2), slice(-1), slice(0)):
+        assert keys[part] == same[part]
+
+
+def test_a_prefix_of_shared_keys_compares_by_its_keys():
+    """It equals what has the same keys, a list or another prefix, and has no hash."""
+    path = array("q", [5, 6, 7])
+    keys = KeyPrefix(path, 2)
+    assert keys == [5, 6] == keys
+    assert keys == KeyPrefix(path, 2) == KeyPrefix(array("q", [5, 6]), 2) == (5, 6)
+    assert keys != KeyPrefix(path, 3)
+    assert keys != [5, 6, 7]
+    assert keys != [5, 7]
+    assert keys != b"\5\6"
+    with pytest.raises(TypeError):
+        hash(keys)
+
+
+def test_a_prefix_of_shared_keys_is_sent_without_the_rest():
+    """A copy has the keys, and not those of others that lie behind them."""
+    copy = pickle.loads(pickle.dumps(KeyPrefix(array("q", range(100)), 2)))  # noqa: S301
+    assert copy == [0, 1]
+    assert len(copy.path) == 2
+
+
+def turns(*counts, path=range(100)):
+    """Return a request for each count, whose keys are so many of one path."""
+    shared = array("q", path)
+    return [
+        Request(id=n, prompt_tokens=count, key_tokens=1, keys=KeyPrefix(shared, count))
+        for n, count in enumerate(counts)
+    ]
+
+
+def test_requests_of_shared_keys_hit_as_those_of_lists():
+    """A cache finds the same blocks, whichever of the two the keys are."""
+    for accounting in ("keys", "tokens"):
+        hits = []
+        for kind in (list, lambda keys: keys):
+            cache = KVCache(60, 1, accounting=accounting)
+            for request in turns(20, 30, 10, 30, 70, 20):
+                request.keys = kind(request.keys)
+                seq = cache.open(request, min(request.prompt_tokens, 60) - cache.probe(request))
+                cache.commit(seq, seq.tokens - seq.computed)
+                cache.close(seq)
+                hits.append(seq.hit_blocks)
+            cache.check_integrity()
+        assert hits[:6] == hits[6:]
+
+
+def test_shared_keys_are_checked_as_those_of_lists():
+    """A key that stands under two parents in a path is found when it first comes."""
+    requests = turns(2, 2, 4, 6, path=[1, 2, 3, 4, 2, 5])
+    checked = check_keys(requests)
+    assert [next(checked).id for _ in range(3)] == [0, 1, 2]
+    message = "request 3, number 4: key 2 stands after key 4, in an earlier request after key 1"
+    with pytest.raises(InputError, match=message):
+        next(checked)

@@ -1,5 +1,7 @@
+import json
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import orjson
 import pytest
@@ -69,6 +71,50 @@ def test_sessions_of_global_scope_share_keys(read):
     scope = {"hash_id_scope": "global"}
     one, two = read(session("a", turn(0, [5]), **scope), session("b", turn(0, [5]), **scope))
     assert one.keys == two.keys == [5]
+
+
+def test_turns_that_continue_one_another_share_their_keys(read):
+    """The keys of a turn are the first of the next one's, and lie in one place with them."""
+    turns = [turn(0, [3, 1]), turn(1, [3, 1]), turn(2, [3, 1, 40, 41], **{"in": 999})]
+    one, two, three = read(session("a", *turns))
+    assert one.keys == two.keys == three.keys[:2]
+    assert one.keys.path is two.keys.path is three.keys.path
+
+
+def test_turns_have_the_keys_of_their_line(tmp_path):
+    """Whatever two lists of keys have in common, each is read as it stands in the file."""
+    random = Random(0)
+    lists = [[], [7], [], [70], [7, 70], [7, 7], [7]]
+    for _ in range(300):
+        before = random.choice(lists[-3:])
+        kept = before[: random.randint(0, len(before))]
+        lists.append(kept + [random.choice((1, 2, 12, 21, 2**32 - 1)) for _ in range(3)])
+    turns = [turn(0, keys, **{"in": 64_000}) for keys in lists]
+    for blank in (b"", b" "):
+        path = write(tmp_path / "t.jsonl", session("a", *turns))
+        path.write_bytes(path.read_bytes().replace(b",", b"," + blank))
+        found = [[key - (1 << 32) for key in request.keys] for request in Weka(path)]
+        assert found == lists
+
+
+def test_a_line_with_what_is_not_needed_is_read(read):
+    """What else stands in an entry says nothing, of whatever kind it is."""
+    (request,) = read(session("a", turn(0, [1, 2], requests=None) | {"in": 128}))
+    assert request.keys == [1 << 32 | 1, 1 << 32 | 2]
+
+
+@pytest.mark.parametrize("agents", [140, 900])
+def test_subagents_without_end_are_refused(tmp_path, agents):
+    """So many in one another are no session: the line is named."""
+    agent = json.dumps(turn(0))
+    for _ in range(agents):
+        agent = f'{{"t": 0, "type": "subagent", "requests": [{agent}]}}'
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(session("a", 7)).replace("7", agent, 1))
+    with pytest.raises(
+        InputError, match=r"t\.jsonl:1: .* up to 250 deep|not JSON: depth limit"
+    ):
+        list(Weka(path))
 
 
 def test_turns_form_a_closed_loop(read):
@@ -196,6 +242,9 @@ def test_digest_depends_on_the_options(tmp_path):
             session("b", turn(0), turn(0, think_time=True)),
             r"field 'requests\[1\]\.think_time': expected a number of seconds, .*, got true",
         ),
+        (session("b", turn(0, [1]), turn(0, [1, -1])), r"field 'requests\[1\]\.hash_ids\[1\]'"),
+        (session("b", turn(0, 'a"')), r"field 'requests\[0\]\.hash_ids\[0\]': expected"),
+        (session("b", turn(0) | {"hash_ids": 12}), "field .*hash_ids': expected a list"),
         (session("b", turn(0, [2**32])), r"field 'requests\[0\]\.hash_ids\[0\]': expected"),
         (
             session("b", turn(0, [1, 2, 3])),

@@ -274,12 +274,18 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"
         raise InputError(msg) from error
     except orjson.JSONEncodeError as error:
-        msg = f"{path}:{number}: expected values in one another up to {MOST_NESTED} deep"
-        raise InputError(msg) from error
+        raise too_deep(path, number) from error
     if type(fields) is not dict:
         msg = f"{path}:{number}: expected a JSON object, got {as_json(fields)}"
         raise InputError(msg)
     return Row(path, number, fields)
+
+
+def too_deep(path: Path, number: int) -> InputError:
+    """Return the error of a line with too many values in one another."""
+    return InputError(
+        f"{path}:{number}: expected values in one another up to {MOST_NESTED} deep"
+    )
 
 
 def as_json(value: Any) -> str:

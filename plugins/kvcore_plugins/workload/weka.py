@@ -15,10 +15,11 @@ import attrs
 from attrs.validators import ge, lt
 
 from kvcore import Request
+from kvcore.request import KeyPrefix
 from kvcore.units import NS_PER_S
 from kvcore.workloads import lines
 from kvcore_plugins.workload.poisson import exponential
-from kvcore_plugins.workload.rows import FileWorkload, Row, Turn, merged, parse_row
+from kvcore_plugins.workload.rows import MOST_NESTED, FileWorkload, Row, Turn, merged, too_deep
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32
@@ -80,17 +81,18 @@ class _Turn:
     think: int
     prompt: int
     output: int
-    keys: array[int]
+    path: array[int]
+    keys: int
     tool: str | None
 
 
-def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
+def _request(turn: _Turn, session: str, start: int) -> Request:
     return Request(
         id=turn.id,
         arrival=start + turn.at,
         prompt_tokens=turn.prompt,
         output_tokens=turn.output,
-        keys=[namespace | key for key in turn.keys],
+        keys=KeyPrefix(turn.path, turn.keys),
         key_tokens=_KEY_TOKENS,
         session=session,
         after=turn.after,
@@ -100,7 +102,10 @@ def _request(turn: _Turn, session: str, start: int, namespace: int) -> Request:
 
 
 def _session(path: Path, number: int, line: bytes, start: int, ids: set[str]) -> list[Turn]:
-    row = parse_row(path, number, line)
+    # Imported late: every command imports this module, and msgspec takes a while.
+    from kvcore_plugins.workload._key_texts import parse_session  # noqa: PLC0415
+
+    row = parse_session(path, number, line)
     name = row.text("id")
     if name in ids:
         raise row.error(field="id", expected="a session that is not on an earlier line")
@@ -110,21 +115,25 @@ def _session(path: Path, number: int, line: bytes, start: int, ids: set[str]) ->
     scope = row.optional(row.text, "hash_id_scope", "local")
     if scope not in {"local", "global"}:
         raise row.error(field="hash_id_scope", expected="'local' or 'global'")
-    turns = sorted(_turns(row, name, 0, None), key=attrgetter("at"))
+    namespace = row.line << _KEY_BITS if scope == "local" else 0
+    turns = sorted(_turns(row, name, 0, None, namespace), key=attrgetter("at"))
     if not turns:
         raise row.error(field="requests", expected="at least one request")
-    namespace = row.line << _KEY_BITS if scope == "local" else 0
-    return [
-        (start + turn.at, partial(_request, turn, name, start, namespace))
-        for turn in reversed(turns)
-    ]
+    return [(start + turn.at, partial(_request, turn, name, start)) for turn in reversed(turns)]
 
 
-def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[_Turn]:
+def _turns(
+    agent: Row, name: str, start: int, parent: _Turn | None, namespace: int
+) -> Iterator[_Turn]:
     """Yield an agent's turns and its subagents', in the order of the file.
 
     `parent` is the turn that must have finished before the first of them.
     """
+    from kvcore_plugins.workload._key_texts import KeyTexts  # noqa: PLC0415 - as above
+
+    if agent.prefix.count("[") > MOST_NESTED // 2:
+        raise too_deep(agent.path, agent.line)
+    texts = KeyTexts(_KEY_TOKENS, 1 << _KEY_BITS, namespace)
     last, earliest = parent, 0
     for place, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
@@ -133,12 +142,12 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
         if row.fields.get("type") == "subagent":
             if last is not None and last is not parent and last.tool:
                 last.tool = "subagent"
-            yield from _turns(row, turn_id, at, last)
+            yield from _turns(row, turn_id, at, last, namespace)
             continue
         gap = 0 if last is None else max(0, at - last.end)
         first = last is parent
         prompt = row.natural("in", 1)
-        keys = row.prompt_keys("hash_ids", prompt, _KEY_TOKENS, 1 << _KEY_BITS)
+        path, keys = texts.read(row, "hash_ids", prompt)
         last = _Turn(
             at=at,
             end=at + row.optional(row.nanoseconds, "api_time", 0),
@@ -147,7 +156,8 @@ def _turns(agent: Row, name: str, start: int, parent: _Turn | None) -> Iterator[
             think=gap if first else row.optional(row.nanoseconds, "think_time", gap),
             prompt=prompt,
             output=row.natural("out"),
-            keys=array("Q", keys),
+            path=path,
+            keys=keys,
             tool="tool_use" if row.fields.get("stop") == "tool_use" else None,
         )
         yield last

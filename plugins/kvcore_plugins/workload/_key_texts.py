@@ -1,0 +1,138 @@
+"""Lists of keys that continue one another, of which only what is new is parsed.
+
+The turns of a session send the same prompt again, a little longer each time: of a hundred keys
+in a file some four are new. So a line is decoded with its lists of keys left as text, and of a
+text only what follows the one before it becomes numbers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+import orjson
+
+from kvcore_plugins.workload.rows import Row, parse_row
+
+_Entry = TypedDict(
+    "_Entry",
+    {
+        "t": Any,
+        "type": Any,
+        "in": Any,
+        "out": Any,
+        "hash_ids": msgspec.Raw,
+        "api_time": Any,
+        "think_time": Any,
+        "stop": Any,
+        "requests": "list[_Entry]",
+    },
+    total=False,
+)
+
+
+class _Session(TypedDict, total=False):
+    id: Any
+    block_size: Any
+    hash_id_scope: Any
+    requests: list[_Entry]
+
+
+_session = msgspec.json.Decoder(_Session)
+
+
+def parse_session(path: Path, number: int, line: bytes) -> Row:
+    """Return line `number` of `path`, of which lists of keys are text; a wrong one is parsed.
+
+    Raises:
+        InputError: the line is no JSON object.
+    """
+    try:
+        return Row(path, number, dict(_session.decode(line)))
+    except (msgspec.MsgspecError, RecursionError):
+        return parse_row(path, number, line)  # whose fields say what is wrong
+
+
+class KeyTexts:
+    """Reads the key lists of one agent, in the order of its turns.
+
+    Args:
+        key_tokens: tokens that a key stands for.
+        below: the number below which keys must be.
+        namespace: what is added to them, by `|`.
+    """
+
+    def __init__(self, key_tokens: int, below: int, namespace: int) -> None:
+        """Start with no keys."""
+        self._key_tokens = key_tokens
+        self._below = below
+        self._namespace = namespace
+        self._decode = msgspec.json.Decoder(
+            list[Annotated[int, msgspec.Meta(ge=0, lt=below)]]
+        ).decode
+        # The list read last, without its closing bracket, and the path that it is on.
+        self._text = b""
+        self._path = array("q")
+
+    def read(self, row: Row, name: str, prompt: int) -> tuple[array[int], int]:
+        """Return the path on which the keys of a prompt are, and how many these are.
+
+        The path may become longer until the last list is read. O(characters) at the speed of
+        memory, and 50 ns a key that does not continue the list before.
+
+        Raises:
+            InputError: as `Row.prompt_keys` does.
+        """
+        raw = row.fields.get(name)
+        if type(raw) is msgspec.Raw:
+            try:
+                count = self._read(bytes(raw))
+            except msgspec.MsgspecError:
+                count = -1
+            if count >= 0 and (count - 1) * self._key_tokens < prompt:
+                return self._path, count
+            row.fields[name] = orjson.loads(bytes(raw))
+        keys = row.prompt_keys(name, prompt, self._key_tokens, self._below)
+        self._text = b""
+        return array("q", [self._namespace | key for key in keys]), len(keys)
+
+    def _read(self, text: bytes) -> int:
+        """Make `_path` hold the keys of `text`; return how many these are.
+
+        Raises:
+            MsgspecError: it is no list of numbers in range.
+        """
+        body, known = text[:-1], self._text
+        shared = len(known)
+        if not known:
+            if not text.startswith(b"["):
+                raise msgspec.ValidationError(text)
+            self._path = array("q")
+        elif not (body.startswith(known) and body[shared : shared + 1] in b","):
+            shared = _common(body, known)
+            if shared == len(body) and known[shared : shared + 1] in b",":
+                return body.count(b",") + 1
+            # The key in which they part has another beginning in the path.
+            shared = max(known.rfind(b",", 0, shared), 0)
+            count = known.count(b",", 0, shared) + 1 if shared else 0
+            self._path = self._path[:count]
+        if shared < len(body):
+            new = self._decode(b"[" + text[shared + 1 :])
+            namespace = self._namespace
+            self._path.extend([namespace | key for key in new] if namespace else new)
+        self._text = body if self._path else b""
+        return len(self._path)
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Return how many bytes both begin with. O(bytes), some 15 times at the speed of memory."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
