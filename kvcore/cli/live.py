@@ -201,6 +201,8 @@ class Player:
 class WatchedTrace(Trace):
     """A trace of which every line is shown as it is written."""
 
+    batch_lines = 1
+
     def __init__(
         self, file: Path | BinaryIO, show: Callable[[Event], None], header: Mapping[str, Any]
     ) -> None:

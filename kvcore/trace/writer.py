@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
+
+from orjson import dumps
 
 from kvcore.cache.pool import Ids
 from kvcore.cache.recorder import Recorder
@@ -20,10 +22,15 @@ from kvcore.trace.fields import (
     version,
 )
 from kvcore.trace.jsonl_file import SealedWriter
+from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
     from kvcore.trace._logger import TraceLogger
     from kvcore.workloads.base import Workload
+
+
+_PLAIN_FIELDS = 8
+"""Fields of REQUEST that every request has. They can be rendered if its id can."""
 
 
 class JsonRecorder(Recorder):
@@ -97,7 +104,9 @@ class Trace(SealedWriter, JsonRecorder):
     Attributes:
         write: writes one line, of which the trace sets the number `n`: the methods of
             `Recorder` make them, as `trace.free(now, seq=1, runs=ids, reason="close")`.
-            Costs 0.7 µs. Look it up for every line: it changes with the first.
+            Costs 0.7 µs, most of it once there are some lines, which are rendered at once.
+            Look it up for every line: it changes with the first.
+        batch_lines: how many lines are rendered at once, at most. A class may have its own.
 
     Raises:
         InputError: the file cannot be opened, an unknown mode or header field.
@@ -105,6 +114,7 @@ class Trace(SealedWriter, JsonRecorder):
     """
 
     write: Callable[[dict[str, Any]], None]
+    batch_lines: ClassVar[int] = 64
 
     def __init__(
         self,
@@ -212,7 +222,16 @@ class Trace(SealedWriter, JsonRecorder):
                 string, or another field that JSON cannot hold.
         """
         if request.id not in self._seen:
-            _write(self.write, f"request {request.id!r}", self.request_line(request, now))
+            line = self.request_line(request, now)
+            name = request.id
+            if (
+                len(line) > _PLAIN_FIELDS
+                or type(name) is not int
+                or not 0 <= name < INT64_LIMIT
+            ):
+                # In a batch it would be too late to say whose line cannot be rendered.
+                _check_line(f"request {request.id!r}", line)
+            self.write(line)
             self._seen.add(request.id)
 
     @staticmethod
@@ -244,6 +263,15 @@ class Trace(SealedWriter, JsonRecorder):
             "keys": key_fields(keys, request), "first": first, "blocks": blocks,
         })  # fmt: skip
 
+    def flush(self) -> None:
+        """Write all that is held back, so that a process killed later leaves it readable.
+
+        Costs a compressed file some bytes.
+        """
+        if self._logger is not None:
+            self._logger.flush()
+        super().flush()
+
     def _write_first(self, line: dict[str, Any]) -> None:
         """Write HEADER before the first line; the logger writes those after it."""
         self._write_header()
@@ -257,9 +285,10 @@ class Trace(SealedWriter, JsonRecorder):
             plugins = {**self._cache["plugins"], **self._plugins}
             run, cache = dict(self._run), {**self._cache, "plugins": plugins}
             about = {"schema": SCHEMA, "kvcore": version(), "mode": run.pop("mode")}
-            logger = bind_logger(self._buffer)
+            logger = bind_logger(self._buffer, self.batch_lines)
             line = {"n": 0, "t": 0, "event": "HEADER", **plain({**about, **cache, **run})}
-            _write(logger.write, "the header", line)
+            _check_line("the header", line)
+            logger.write(line)
             self._logger, self.write = logger, logger.write
             for line in self._recovered:
                 logger.write(line)
@@ -272,15 +301,19 @@ class Trace(SealedWriter, JsonRecorder):
         from kvcore.trace._logger import events_written  # noqa: PLC0415  (imports structlog)
 
         logger = self._write_header()
+        logger.flush()
         logger.write({
             "n": 0, "t": logger.time, "event": "END",
             "lines": logger.lines,
             "events": events_written(logger),
             "digest": self._digest_so_far(),
         })  # fmt: skip
+        logger.flush()
 
     def _shut(self) -> None:
         self.write = self._is_closed
+        if self._logger is not None:
+            self._logger.discard()
         super()._shut()
 
     def _not_begun(self, line: dict[str, Any]) -> NoReturn:
@@ -315,9 +348,10 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _write(write: Callable[[dict[str, Any]], None], what: str, line: dict[str, Any]) -> None:
+def _check_line(what: str, line: dict[str, Any]) -> None:
+    """Raise InputError if a line cannot be rendered."""
     try:
-        write(line)
+        dumps(line)
     except TypeError as error:
         msg = f"{what} cannot be written to a trace: {error}"
         raise InputError(msg) from error

@@ -1,11 +1,12 @@
 import re
+import sys
 from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.trace import decode_runs, encode_runs
+from kvcore.trace import decode_runs, encode_runs, fields
 
 CASES = [
     ([], []),
@@ -30,6 +31,27 @@ def test_decoding_brings_the_ids_back(ids):
     """What `encode_runs` writes, `decode_runs` accepts, and it stands for the same ids."""
     ids = array("i", ids)
     assert decode_runs(encode_runs(ids)) == ids
+
+
+NEIGHBOURS = st.lists(st.integers(0, 12), unique=True)
+
+
+@given(st.lists(st.one_of(NEIGHBOURS, st.permutations(range(6)), st.just([4, 5, 3, 6, 2]))))
+def test_runs_of_many_arrays_are_those_of_each(lists):
+    """Found in one pass over all ids, they are the same, in whatever order the ids are."""
+    arrays = [array("i", ids) for ids in lists]
+    if any(lists):
+        found = [[tuple(run) for run in runs] for runs in fields._all_runs(arrays)]
+        assert found == [encode_runs(ids) for ids in arrays]
+
+
+def test_runs_are_found_without_numpy(monkeypatch):
+    """Where numpy is not installed, many arrays are looked through one by one."""
+    arrays = [array("i", range(start, start + 999)) for start in (7, 5_000)]
+    monkeypatch.setattr(fields, "_ids_seen", fields._MANY_IDS)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert fields.encode_all_runs(arrays) == [[(7, 999)], [(5_000, 999)]]
+    assert fields._ids_seen < 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(-5, 5)), max_size=4))

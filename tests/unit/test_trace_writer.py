@@ -113,6 +113,31 @@ def test_an_array_of_ids_is_written_as_runs(tmp_path):
     assert lines(path)[1]["runs"] == [[7, -2], [3, 1]]
 
 
+@pytest.mark.parametrize("blocks", [3, 2_000])
+def test_an_array_is_written_as_it_is_then(tmp_path, blocks):
+    """Lines are rendered some at a time; what changes meanwhile does not change them."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        ids = array("i", range(blocks))
+        for now in range(1_000):
+            trace.alloc(now, seq=1, first=0, runs=ids)
+            ids.append(ids.pop(0))
+    written = [line["runs"] for line in lines(tmp_path / "trace.jsonl")[1:-1]]
+    assert [runs[0][0] for runs in written] == [now % blocks for now in range(1_000)]
+    assert {sum(count for _, count in runs) for runs in written} == {blocks}
+
+
+def test_a_flush_writes_the_last_line(tmp_path):
+    """What a trace is told before is in the file then, as a reader of it sees."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        for now in range(3):
+            trace.free(now, seq=now, runs=array("i"), reason="close")
+            trace.flush()
+            trace._sink.hexdigest()  # waits for the thread that writes
+            assert lines(tmp_path / "trace.jsonl.part")[-1]["seq"] == now
+
+
 def test_the_end_counts_and_digests(tmp_path):
     """END says how many lines and events stand before it, and is at the time of the last."""
     path = write(tmp_path / "trace.jsonl", ask(1, "a"), ask(2, "b"))
