@@ -346,6 +346,7 @@ def compare(
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
     price: PriceModel | str | None = None,
+    jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
     kv_dtype: str | None = None,
@@ -376,6 +377,8 @@ def compare(
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest.
         price: the prices of an API that caches prompts, or their text; None: no bills.
+        jobs: processes that replay, where there are several rows. More than one need a
+            script with `if __name__ == "__main__":`.
         plugins: where names are looked up; None: what is installed.
         progress: is given the number of requests that have been replayed; None: nothing is.
         kv_dtype: an earlier name of `codec`.
@@ -424,6 +427,7 @@ def compare(
         residency=residency,
         tiers=parts.add_tiers if config.tier else None,
         price=price,
+        jobs=jobs,
         plugins=plugins,
         progress=progress,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from itertools import product
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -12,6 +13,7 @@ import attrs
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.serial_replay import replay, served
+from kvcore.analysis.workers import Call, call_all
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
@@ -173,6 +175,7 @@ def compare(
     residency: bool = False,
     tiers: Callable[[KVCache], object] | None = None,
     price: PriceModel | str | None = None,
+    jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -199,14 +202,17 @@ def compare(
         tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
             None: there are none. What they hold is loaded in no time, since no clock runs.
         price: the prices of an API that caches prompts, or their text; None: no bills.
+        jobs: processes that replay, each with the memory of a row, where there are several
+            rows; the result does not depend on it.
         plugins: where names are looked up; None: what is installed.
         progress: is told how many requests have been replayed; None: nobody is.
 
     Raises:
         InputError: no workload, nothing to compare, a size that no pool has, an unknown
-            name or option, a block size that does not fit the keys, a trace of several rows,
-            of the optimum or over the workload's own file, the optimum in `tokens` counting
-            or with another prefix cache than `radix`, or a request that cannot be read.
+            name or option, a block size that does not fit the keys, fewer than 1 job, what
+            several jobs cannot share, a trace of several rows, of the optimum or over the
+            workload's own file, the optimum in `tokens` counting or with another prefix
+            cache than `radix`, or a request that cannot be read.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """
@@ -220,6 +226,9 @@ def compare(
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
+    if jobs < 1:
+        msg = f"{jobs} jobs were asked for; give 1 or more"
+        raise InputError(msg)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
     source = Source.of(requested)
@@ -231,13 +240,17 @@ def compare(
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if requested.size is None else requested.size * replays
     with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
-        requests, infinite = maker.infinite(bounded=has_bound(candidates))
-        if sizes is None:
-            sizes = default_sizes(infinite.distinct_blocks)
-        if trace is None:
-            rows = [maker.row(policy, size) for policy in candidates for size in sizes]
+        bounded = has_bound(candidates)
+        if jobs > 1 and trace is None and sizes is not None and not bounded:
+            rows, (requests, infinite) = maker.rows_and_infinite(candidates, sizes, jobs)
         else:
-            rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
+            requests, infinite = maker.infinite(bounded=bounded)
+            if sizes is None:
+                sizes = default_sizes(infinite.distinct_blocks)
+            if trace is None:
+                rows = maker.rows(candidates, sizes, jobs)
+            else:
+                rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
     source = attrs.evolve(source, requests=requests)
     found = _with_shares(rows)
     bills = None
@@ -335,7 +348,7 @@ class _RowMaker:
     bench: Bench
     residency: bool
     price: PriceModel | None
-    tick: Tick = attrs.field(init=False)
+    tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
@@ -358,6 +371,57 @@ class _RowMaker:
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
         )
+
+    def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
+        """Return the row of each policy in a pool of each size, made by so many processes."""
+        pairs = list(product(policies, sizes))
+        if jobs == 1:
+            return [self.row(policy, size) for policy, size in pairs]
+        places = [place for place, (policy, _) in enumerate(pairs) if policy.kind is not Belady]
+        made: dict[int, Row] = {}
+        calls = [self._call(*pairs[place]) for place in places]
+        for number, row in call_all(calls, jobs):
+            self.tick(row.requests)
+            made[places[number]] = row
+        # What the bound needs is read here, and takes more memory than a row.
+        return [made.get(place) or self.row(*pair) for place, pair in enumerate(pairs)]
+
+    def rows_and_infinite(
+        self, policies: list[Candidate], sizes: list[int], jobs: int
+    ) -> tuple[list[Row], tuple[int, Infinite]]:
+        """Return what `rows` and `infinite` do, with a process for the cache without bounds."""
+        unbounded = partial(self._sent.infinite, bounded=False)
+        calls: list[Call[Any]] = [Call(unbounded, self._parts, "the replay without bounds")]
+        calls += [self._call(policy, size) for policy, size in product(policies, sizes)]
+        made: dict[int, Any] = {}
+        for number, result in call_all(calls, jobs):
+            made[number] = result
+            self.tick(result[0] if number == 0 else result.requests)
+        infinite = made.pop(0)
+        return [made[number] for number in sorted(made)], infinite
+
+    def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
+        """Return the call that makes a row of a policy, in whatever process."""
+        built = attrs.evolve(policy, make=partial(_given, policy.make()))  # type: ignore[operator]
+        return Call(
+            partial(self._sent.row, built, blocks),
+            f"{self._parts} with policy {policy.name!r}",
+            f"the replay of {self.bench.workload.name} with {blocks} blocks",
+        )
+
+    @property
+    def _sent(self) -> _RowMaker:
+        """Itself without what stays in this process."""
+        bench, prefix = self.bench, self.bench.make_prefix
+        if prefix is not None:
+            bench = attrs.evolve(bench, make_prefix=partial(_given, prefix()))
+        sent = _RowMaker(bench, self.residency, self.price)
+        sent.tick = _untold
+        return sent
+
+    @property
+    def _parts(self) -> str:
+        return f"workload {self.bench.workload.name!r}"
 
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
@@ -424,6 +488,15 @@ class _RowMaker:
         cost = cost_fields(self.bench.recompute)
         with Trace(file, workload=self.bench.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
+
+
+def _given(part: Any) -> Any:
+    """Return a part that was built where it could be."""
+    return part
+
+
+def _untold(done: int) -> None:
+    """Tell nobody how far it is."""
 
 
 @attrs.define(slots=False, eq=False)

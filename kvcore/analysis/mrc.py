@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,13 +24,12 @@ from kvcore.analysis.comparison import (
     refuse_bound,
 )
 from kvcore.analysis.serial_replay import replay
-from kvcore.analysis.workers import WorkerDied, work_all
+from kvcore.analysis.workers import Call, call_all
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins import FAILURES
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
@@ -340,9 +339,6 @@ def compiled_reuse() -> type[Reuse]:
 Entry: TypeAlias = tuple[EvictionPolicy, int]
 """A policy that has served no cache yet, and the blocks of its pool."""
 
-Task: TypeAlias = tuple[int, bytes, int]
-"""The place of an entry, its policy as another process can have it, and the blocks."""
-
 
 def run_all(
     bench: Bench, entries: Sequence[Entry], jobs: int
@@ -358,53 +354,18 @@ def run_all(
         PolicyError: a policy failed.
         PluginError: the processes of a replay died.
     """
-    if jobs == 1 or len(entries) < 2:  # noqa: PLR2004
-        for place, (policy, blocks) in enumerate(entries):
-            yield place, replay(bench.workload, bench.cache(policy, blocks))
-        return
-    tasks = [
-        (place, _packed(bench, policy), blocks)
-        for place, (policy, blocks) in enumerate(entries)
+    name = bench.workload.name
+    calls = [
+        Call(
+            partial(_replay, bench, policy, blocks),
+            f"workload {name!r} with policy {policy.name!r}",
+            f"the replay of {name} with {blocks} blocks",
+        )
+        for policy, blocks in entries
     ]
-    with closing(work_all(_replaying, tasks, jobs)) as done:
-        for (place, _, blocks), outcome in done:
-            if isinstance(outcome, WorkerDied):
-                name = bench.workload.name
-                msg = f"the replay of {name} with {blocks} blocks failed: {outcome}"
-                raise PluginError(msg)
-            if isinstance(outcome, Exception):
-                raise outcome
-            yield place, outcome
+    return call_all(calls, jobs)
 
 
-def _packed(bench: Bench, policy: EvictionPolicy) -> bytes:
-    """Return what another process needs for a replay."""
-    try:
-        return pickle.dumps((bench, policy))
-    except Exception as error:
-        msg = (
-            f"workload {bench.workload.name!r} with policy {policy.name!r} cannot be sent to "
-            f"another process ({error}): define their classes at the top of a module, or use "
-            "one job"
-        )
-        raise InputError(msg) from error
-
-
-def _replaying() -> Callable[[Task], CacheStats | Exception]:
-    """Return the function that a worker process calls."""
-    return _attempt
-
-
-def _attempt(task: Task) -> CacheStats | Exception:
-    """Run an entry packed by `_packed`; an exception is its outcome."""
-    _, parcel, blocks = task
-    try:
-        bench, policy = pickle.loads(parcel)  # noqa: S301 - of the parent's making
-    except FAILURES as error:  # whatever the classes do
-        return InputError(
-            f"the workload or a policy cannot be read by another process ({error}): use one job"
-        )
-    try:
-        return replay(bench.workload, bench.cache(policy, blocks))
-    except Exception as error:  # noqa: BLE001 - raised again by the parent
-        return error
+def _replay(bench: Bench, policy: EvictionPolicy, blocks: int) -> CacheStats:
+    """Return the statistics of a replay."""
+    return replay(bench.workload, bench.cache(policy, blocks))

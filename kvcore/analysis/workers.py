@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
@@ -16,6 +17,9 @@ from threading import Thread
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
+
+from kvcore.errors import InputError, PluginError
+from kvcore.plugins import FAILURES
 
 ATTEMPTS = 3
 """How often a task is begun whose worker dies: killed, or out of memory."""
@@ -73,6 +77,78 @@ def work_all(
                     suspects.append((deaths, task))
                 else:
                     yield task, outcome
+
+
+@attrs.frozen
+class Call(Generic[OutcomeT]):
+    """A call of a function, in this process or another one.
+
+    Attributes:
+        function: what is called; its parts can be sent if they can be pickled.
+        parts: what errors call these: `workload 'zipf' with policy 'lru'`.
+        name: what errors call the call: `the replay of zipf with 100 blocks`.
+    """
+
+    function: Callable[[], OutcomeT]
+    parts: str
+    name: str
+
+
+def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, OutcomeT]]:
+    """Yield (place in `calls`, result) of each call, as they are done.
+
+    With several `jobs` they run in so many processes, none of which outlives the generator,
+    and the functions are those of copies. What they come to is the same.
+
+    Raises:
+        InputError: a function that cannot be sent to another process.
+        PluginError: the processes of a call died.
+        Exception: the first that a call has raised.
+    """
+    if jobs == 1 or len(calls) < 2:  # noqa: PLR2004
+        for place, call in enumerate(calls):
+            yield place, call.function()
+        return
+    tasks = [(place, _packed(call)) for place, call in enumerate(calls)]
+    with closing(work_all(_calling, tasks, jobs)) as done:
+        for (place, _), outcome in done:
+            if isinstance(outcome, WorkerDied):
+                msg = f"{calls[place].name} failed: {outcome}"
+                raise PluginError(msg)
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield place, outcome
+
+
+def _packed(call: Call[Any]) -> bytes:
+    """Return what another process needs for a call."""
+    try:
+        return pickle.dumps(call.function)
+    except Exception as error:
+        msg = (
+            f"{call.parts} cannot be sent to another process ({error}): define their classes "
+            "at the top of a module, or use one job"
+        )
+        raise InputError(msg) from error
+
+
+def _calling() -> Callable[[tuple[int, bytes]], Any]:
+    """Return the function that a worker process calls."""
+    return _called
+
+
+def _called(task: tuple[int, bytes]) -> Any:
+    """Make a call packed by `_packed`; an exception is its outcome."""
+    try:
+        function = pickle.loads(task[1])  # noqa: S301 - of the parent's making
+    except FAILURES as error:  # whatever the classes do
+        return InputError(
+            f"the workload or a policy cannot be read by another process ({error}): use one job"
+        )
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - raised again by the parent
+        return error
 
 
 def queue_of(tasks: Iterable[TaskT]) -> deque[TaskT]:

@@ -38,7 +38,7 @@ from kvcore.cli.output import (
     progress,
     prometheus_option,
 )
-from kvcore.cli.verb import echo, plugin_completion, verb
+from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.run_config import option_default, option_help
 from kvcore.errors import InputError
@@ -110,6 +110,13 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @click.option(
     "--residency", is_flag=True, help="Measure how long blocks rest in the cache between uses."
 )
+@click.option(
+    "--jobs",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Number of processes that replay, where there are several rows.",
+)
 @price_option
 @plot_option
 @prometheus_option
@@ -164,6 +171,7 @@ def compare(workload: str | None, **given: Any) -> None:
             residency=given["residency"] or prometheus is not None,
             tiers=None if below is None else below.add_tiers,
             price=given["price"],
+            jobs=given["jobs"],
             plugins=plugins,
             progress=progress,
         )

@@ -305,13 +305,13 @@ def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
 
 def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:
     """Return what errors about an option begin with: its flag, or its file and its key."""
+    return partial(_option_label, path, from_file)
 
-    def name(option: str) -> str:
-        if option in from_file:
-            return f"{path}: {option}: "
-        return "WORKLOAD: " if option == "workload" else f"--{option.replace('_', '-')}: "
 
-    return name
+def _option_label(path: Path | None, from_file: set[str], option: str) -> str:
+    if option in from_file:
+        return f"{path}: {option}: "
+    return "WORKLOAD: " if option == "workload" else f"--{option.replace('_', '-')}: "
 
 
 EXCLUSIVE = (

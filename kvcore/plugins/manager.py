@@ -122,6 +122,7 @@ class Plugins:
     ) -> None:
         """Load the entry points, then `extra`."""
         self._points = None if entry_points is None else list(entry_points)
+        self._extra = list(extra)
         self._manager = PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._origins: dict[str, Origin] = {}
@@ -137,8 +138,12 @@ class Plugins:
                 cause = outdated([point])
                 reason = f"{fault}; {cause}" if cause else str(fault)
                 self._refuse(None, origin.name, origin, point.module, reason)
-        for number, plugin in enumerate(extra):
+        for number, plugin in enumerate(self._extra):
             self._register(Origin(f"extra[{number}]"), plugin)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the copy in another process load what is installed, as this one did."""
+        return type(self), (self._extra, self._points)
 
     def names(self, kind: str) -> list[str]:
         """Return the names of the plugins of `kind`, sorted."""

@@ -6,16 +6,18 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 
+import attrs
 import orjson
 import pytest
 
+import kvcore
 from kvcore import InputError, PolicyError
 from kvcore.analysis import Belady, compare
 from kvcore.analysis.comparison import default_sizes
 from kvcore.models.cost import PrefillCost
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
-from kvcore_plugins.workload import Jsonl, Zipf
+from kvcore_plugins.workload import Jsonl, Mooncake, Zipf
 
 
 def small(**options):
@@ -303,3 +305,49 @@ def test_what_cannot_be_compared_is_refused(policies, blocks, options, message):
     """The error says what is wrong, before anything is read or written."""
     with pytest.raises(InputError, match=message):
         compare(small(), policies, blocks, **options)
+
+
+def document(comparison):
+    """Return a comparison without the seconds that it took."""
+    rows = [attrs.evolve(row, wall_s=0.0) for row in comparison.rows]
+    return attrs.evolve(comparison, rows=rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policies", ["lru,random,lfu", "optimum,lru,fifo"])
+def test_the_result_does_not_depend_on_jobs(policies):
+    """Rows made by processes are those of one, in the order asked for; bills and tiers too."""
+    options = {"residency": True, "price": "anthropic", "seed": 3, "tier": "host:memory=64MB"}
+    alone, shared = (
+        document(kvcore.compare(small(), policies, [30, 90], jobs=jobs, **options))
+        for jobs in (1, 2)
+    )
+    assert shared == alone
+    assert shared.rows[0].tiers == alone.rows[0].tiers
+
+
+@pytest.mark.slow
+def test_an_error_in_another_process_is_the_same_error(tmp_path):
+    """A line that cannot be read is named, whoever has read it."""
+    path = tmp_path / "requests.jsonl"
+    row = '{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[1]}\n'
+    path.write_text(f'{row}{{"timestamp":0}}\n')
+    for jobs in (1, 2):
+        with pytest.raises(InputError, match=r"requests\.jsonl:2: field 'input_length'"):
+            compare(Mooncake(path), "lru,fifo", [30], jobs=jobs)
+
+
+def test_jobs_are_one_or_more():
+    """Without a process there is no result."""
+    with pytest.raises(InputError, match="0 jobs were asked for"):
+        compare(small(), "lru", [30], jobs=0)
+
+
+def test_a_policy_that_other_processes_cannot_have_is_refused():
+    """A class that is no part of a module cannot be sent; one job does not need to."""
+
+    class Local(LRU):
+        name = "local"
+
+    with pytest.raises(InputError, match=r"policy 'local' cannot be sent .*one job"):
+        compare(small(), Local, [30], jobs=2)
