@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
+from functools import lru_cache
 from itertools import accumulate, count, islice
 from random import Random
 from typing import ClassVar
@@ -20,6 +21,7 @@ ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
 _WEIGHT = 2**60
 _MANY = 10_000_000
+_KEPT_KEYS = 1 << 18
 
 
 @attrs.define(eq=False)
@@ -72,14 +74,16 @@ class Zipf(Workload):
             raise InputError(msg)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests. Keeps one number for each prefix in memory."""
+        """Yield the requests. Keeps one number for each prefix in memory, and some keys."""
         prompt = self.prefix_tokens + self.suffix_tokens
         own = -(-prompt // self.key_tokens) - self._shared_keys
         fresh = self.prefixes * self._shared_keys
+        # Popular prefixes come again soon; their keys are the same objects in each request.
+        kept = _KEPT_KEYS // max(1, self._shared_keys)
+        prefix_keys = lru_cache(maxsize=kept)(self._prefix_keys)
         draws = zip(self._arrivals(), self._popular(), strict=False)
         for serial, (arrival, prefix) in enumerate(islice(draws, self.requests)):
-            keys = self._prefix_keys(prefix)
-            keys.extend(range(fresh, fresh + own))
+            keys = [*prefix_keys(prefix), *range(fresh, fresh + own)]
             fresh += own
             yield Request(
                 id=serial,
