@@ -12,7 +12,7 @@ from kvcore.bench.machine import describe_machine
 from kvcore.bench.result import BenchResult, Row, Settings, Target, Tell, with_shares
 from kvcore.engine import Backend
 from kvcore.engine.backend import TENSOR_DTYPES
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.extras import import_extra
 from kvcore.plugins import Plugins
 
@@ -149,7 +149,7 @@ def _require(name: str, spec: str, plugins: Plugins) -> None:
             f"bench {name} needs a GPU: {why}. On a machine with one, run `kvcore bench gpu` "
             "or `python -m kvcore.testing.gpu`; here, `kvcore bench cpu`"
         )
-        raise InputError(msg)
+        raise PluginError(msg)
 
 
 def _of_tensors(
