@@ -15,8 +15,8 @@ Call: TypeAlias = Callable[[], Any]
 LEAST, MOST = 6, 200
 """Samples that a time is a median of, at least and at most."""
 
-WAIT_CYCLES = 10_000_000
-"""Cycles of a GPU, some ms, in which the host launches what is measured."""
+WAIT_CYCLES = 40_000_000
+"""Cycles of a GPU, some 25 ms, in which the host launches what is measured."""
 
 
 @attrs.frozen

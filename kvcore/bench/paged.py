@@ -404,13 +404,12 @@ class Bed:
         size = layout.block_size
         dtype = DTYPES[layout.dtype]
         try:
+            workspace = torch.empty(128 << 20, dtype=torch.uint8, device=self.device)
             for tables in sets:
                 counts = torch.tensor([0, *map(len, tables)]).cumsum(0).int()
                 last = torch.tensor([(tokens - 1) % size + 1 for tokens in case.lengths]).int()
                 wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                    torch.empty(128 << 20, dtype=torch.uint8, device=self.device),
-                    "HND",
-                    use_tensor_cores=True,
+                    workspace, "HND", use_tensor_cores=True
                 )
                 wrapper.plan(
                     counts.to(self.device),

@@ -61,6 +61,7 @@ SUITES: Mapping[str, Suite] = {
     "cache": Suite("the cache's decisions, against a plain loop", ("lru",)),
     "sim": Suite("the simulator, against Dynamo's where it is installed", ("simulate",)),
 }
+"""The suites by name, in the order in which they run."""
 
 
 def available_suites(plugins: Plugins | None = None) -> list[str]:
@@ -185,8 +186,8 @@ def _device(spec: str, plugins: Plugins) -> Any:
     from kvcore.engine import TensorLayout  # noqa: PLC0415 - for this alone
 
     backend: Backend = plugins.build("backend", spec)
-    sizes: Any = dict.fromkeys(("blocks", "layers", "kv_heads", "block_size"), 1)
-    backend.allocate(TensorLayout(**sizes, head_dim=16, value_dim=16, dtype="fp32"))
+    sizes: Any = {"blocks": 1, "layers": 1, "kv_heads": 1, "block_size": 16}
+    backend.allocate(TensorLayout(**sizes, head_dim=64, value_dim=64, dtype="fp16"))
     return backend.tensor([0]).device
 
 

@@ -12,7 +12,7 @@ from kvcore_plugins.backend import TorchCUDA
 
 pytest.importorskip("torch")
 
-from kvcore.testing.gpu.__main__ import main  # noqa: E402 - needs torch
+from kvcore.testing.gpu.__main__ import main
 
 
 def test_gpu() -> None:

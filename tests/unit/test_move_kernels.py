@@ -8,13 +8,13 @@ from math import nan
 import pytest
 
 from kvcore import Plugins
-from kvcore.engine import TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
 from kvcore_plugins.backend import TorchCPU
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from kvcore_plugins.backend import _pool  # noqa: E402 - needs torch
+from kvcore_plugins.backend import _coded_pool, _pool  # noqa: E402 - these need torch
 from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: E402 - needs Triton
 from kvcore_plugins.backend.kernels.store import (  # noqa: E402 - likewise
     store_coded,
@@ -156,6 +156,26 @@ def test_copies_overlapping_blocks(monkeypatch, pairs, way):
         for source, target in pairs:
             expected[target] = old[source]
         assert new.equal(expected)
+
+
+@pytest.mark.parametrize("spec", [None, "int8", "fp8-e4m3", "int4", "kivi:bits=4"])
+def test_backends_store_alike(monkeypatch, spec):
+    """What a backend has stored, copied and swapped is the same with kernels and without."""
+    codec = None if spec is None else Plugins().build("codec", spec)
+    found = []
+    for kernels in (True, False):
+        for module in (_pool, _coded_pool):
+            monkeypatch.setattr(module, "kernels_for", lambda _, known=kernels: known)
+        backend = TorchCPU()
+        sizes = {"block_size": 32, "layers": 1, "kv_heads": 2, "head_dim": 32, "value_dim": 64}
+        backend.allocate(TensorLayout(blocks=6, dtype="fp16", codec=codec, **sizes))
+        plan = backend.plan(RaggedBatch([[4, 1]], [0], [43]))
+        rows = (drawn(43, 2, width, seed=width).half() for width in (32, 64))
+        backend.store(0, plan, *rows)
+        backend.copy_blocks([(4, 0), (1, 4)])
+        backend.swap_in(backend.swap_out([0, 4]), [2, 3])
+        found.append(backend.read(0, [2, 3], 43))
+    assert all(map(torch.equal, *found))
 
 
 COMPILED = r"""

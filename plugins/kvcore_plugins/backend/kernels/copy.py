@@ -122,15 +122,16 @@ class RowMover:
         ids = [named if each is None else each for each in (sources, targets)]
         view = {tl.int64: torch.int64, tl.int32: torch.int32, tl.int16: torch.int16}
         held = self._table if stage is None else stage.view(view.get(self._word, torch.int8))
-        _move[(len(named), *self._grid)](
-            self._table,
-            held,
-            *ids,
-            self._stage_words,
-            word=self._word,
-            pair=self._pair,
-            chunk=self._chunk,
-            from_stage=sources is None,
-            to_stage=targets is None,
-            num_warps=WARPS,
-        )
+        with torch.cuda.device_of(self._table):  # Triton launches on the current GPU
+            _move[(len(named), *self._grid)](
+                self._table,
+                held,
+                *ids,
+                self._stage_words,
+                word=self._word,
+                pair=self._pair,
+                chunk=self._chunk,
+                from_stage=sources is None,
+                to_stage=targets is None,
+                num_warps=WARPS,
+            )

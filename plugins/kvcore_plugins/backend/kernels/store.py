@@ -165,22 +165,23 @@ def _launch(
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     count = tokens * heads
-    _store[(triton.cdiv(count, ROWS),)](
-        rows,
-        slots,
-        out,
-        scales,
-        count,
-        heads,
-        rows.stride(0),
-        rows.stride(1),
-        factor,
-        greatest,
-        width=width,
-        columns=triton.next_power_of_2(width),
-        per_program=ROWS,
-        way=way,
-        precision=precision,
-        bias=bias,
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(out):  # Triton launches on the current GPU
+        _store[(triton.cdiv(count, ROWS),)](
+            rows,
+            slots,
+            out,
+            scales,
+            count,
+            heads,
+            rows.stride(0),
+            rows.stride(1),
+            factor,
+            greatest,
+            width=width,
+            columns=triton.next_power_of_2(width),
+            per_program=ROWS,
+            way=way,
+            precision=precision,
+            bias=bias,
+            num_warps=WARPS,
+        )
