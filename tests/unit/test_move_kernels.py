@@ -178,6 +178,30 @@ def test_backends_store_alike(monkeypatch, spec):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("way", ["kernel", "index", "runs"])
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+def test_swaps_with_memory_elsewhere(monkeypatch, way, together):
+    """Blocks go by a stage, or row by row, to memory that is not the pool's, and come back."""
+    # Not equal to that of tensors, which have no number; otherwise the same.
+    monkeypatch.setattr(_pool.Pool, "device", torch.device("cpu", 0))
+    monkeypatch.setattr(_pool, "kernels_for", lambda _: way == "kernel")
+    monkeypatch.setattr(_pool, "LONG_RUN", 1 if way == "runs" else 1 << 40)
+    backend = TorchCPU()
+    sizes = {"block_size": 4, "layers": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 12}
+    backend.allocate(TensorLayout(blocks=8, together=together, **sizes))
+    for layer in (0, 1):
+        for part in backend.layer_blocks(layer):
+            part.copy_(drawn(*part.shape, seed=layer))
+    before = [backend.read_heads(1, part, [5, 0, 3], 12) for part in ("keys", "values")]
+    backend.swap_in(backend.swap_out([5, 0, 3]), [7, 1, 2])
+    buffer = backend.host_buffer(3)
+    backend.read_blocks([7, 1, 2], buffer)
+    backend.fill(nan, [5, 0, 3, 7, 1, 2])
+    backend.write_blocks([0, 3, 5], buffer)
+    after = [backend.read_heads(1, part, [0, 3, 5], 12) for part in ("keys", "values")]
+    assert all(map(torch.equal, before, after))
+
+
 COMPILED = r"""
 import re, subprocess, sys, tempfile, triton
 from pathlib import Path
