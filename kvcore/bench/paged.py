@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcore.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
 from kvcore.bench.clocks import Call, DeviceClock, HostClock
-from kvcore.bench.result import Row, Settings, Target, Unit
+from kvcore.bench.result import Row, Settings, Target
 from kvcore.engine import Backend, RaggedBatch, TensorLayout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import Codec
@@ -514,13 +514,16 @@ class Bed:
         return torch.tensor(blocks, dtype=torch.int64).to(self.device)
 
 
-def unavailable_row(
-    suite: str, operation: str, by: str, case: str, error: Exception, unit: Unit = "bytes"
-) -> Row:
-    """Return the row of something that cannot be done here, with the reason."""
-    told = str(error) if isinstance(error, KvcoreError) else f"{type(error).__name__}: {error}"
-    note = f"not available: {told.splitlines()[0] if told else type(error).__name__}"
-    return Row(suite=suite, operation=operation, case=case, by=by, unit=unit, note=note)
+def failed_row(suite: str, operation: str, by: str, case: str, error: Exception) -> Row:
+    """Return the row of something that was not measured, with the reason.
+
+    What cannot be done here, or does not fit, is missing; whatever else is raised is wrong.
+    """
+    told = next(iter(str(error).splitlines()), "")
+    missing = isinstance(error, KvcoreError | torch.OutOfMemoryError)
+    note = f"not available: {told}" if missing else f"failed: {type(error).__name__}: {told}"
+    wrong = None if missing else inf
+    return Row(suite=suite, operation=operation, case=case, by=by, note=note, error=wrong)
 
 
 def _shuffled(blocks: int) -> list[int]:

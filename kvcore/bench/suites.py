@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,10 @@ def _of_tensors(
             rows.append(row)
             if tell is not None:
                 tell(row)
-        last = {} if settings.check else measure_ceilings(device, brief)
+        last: dict[str, float] = {}
+        if not settings.check:
+            with suppress(RuntimeError):  # a GPU does nothing more after some faults
+                last = measure_ceilings(device, brief)
         found = ceilings(first, last)
         return device.type, (with_shares(rows, found), found)
     finally:
@@ -229,7 +233,7 @@ class _Maker:
         self, operation: str, case: str, measure: Callable[[], Sequence[Row]], by: str = ""
     ) -> Sequence[Row]:
         """Return what `measure` returns, or the reason why not, as a row."""
-        from kvcore.bench.paged import unavailable_row  # noqa: PLC0415 - needs torch
+        from kvcore.bench.paged import failed_row  # noqa: PLC0415 - needs torch
 
         by = by or self.spec
         if self.settings.late:
@@ -237,8 +241,8 @@ class _Maker:
             return [Row(suite=self.suite, operation=operation, case=case, by=by, note=why)]
         try:
             return measure()
-        except (KvcoreError, RuntimeError) as error:  # too little memory, or no such way
-            return [unavailable_row(self.suite, operation, by, case, error)]
+        except Exception as error:  # noqa: BLE001 - of one case, which must not end the others
+            return [failed_row(self.suite, operation, by, case, error)]
 
     def poisoned(self, dtype: str, codec: str | None) -> Iterator[Row]:
         """Yield checks of attention at lengths around the sizes of blocks, in every way."""
@@ -258,9 +262,9 @@ class _Maker:
             try:
                 self.plugins.build("backend", way)
             except KvcoreError as error:
-                from kvcore.bench.paged import unavailable_row  # noqa: PLC0415 - needs torch
+                from kvcore.bench.paged import failed_row  # noqa: PLC0415 - needs torch
 
-                yield unavailable_row(self.suite, "decode", way, f"{kind}, poisoned", error)
+                yield failed_row(self.suite, "decode", way, f"{kind}, poisoned", error)
                 continue
             for case in cases:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isnan
+from math import isinf, isnan
 
 import attrs
 
@@ -127,6 +127,8 @@ def _result(row: Row) -> str:
         return ""
     if isnan(row.error):
         return "WRONG: NaN"
+    if isinf(row.error):
+        return "WRONG"
     if row.error == 0:
         return "exact"
     return f"{'off by' if row.correct else 'WRONG: off by'} {row.error:.1e}"

@@ -78,6 +78,23 @@ def test_a_backend_that_is_wrong_is_found(monkeypatch):
     assert "Wrong: decode, fp32, poisoned, 1 to 2,049, torch-cpu." in done.stdout
 
 
+def test_what_raises_is_wrong_and_leaves_the_rest(monkeypatch):
+    """A case that fails is a row with the reason; the others are measured."""
+    right = TorchCPU.copy_blocks
+
+    def broken(self, pairs):
+        if self.layout.dtype == "fp32":
+            msg = "no such luck"
+            raise ValueError(msg)
+        right(self, pairs)
+
+    monkeypatch.setattr(TorchCPU, "copy_blocks", broken)
+    done = run_here("bench", "cpu", "--quick", "--check", "--only", "copy")
+    assert done.returncode == 1
+    assert "failed: ValueError: no such luck" in done.stdout
+    assert "2 of 3 checked results are right" in done.stdout
+
+
 def test_reading_what_was_never_stored_is_wrong(monkeypatch):
     """Whatever a sequence does not hold is NaN, and so is what depends on it."""
     right = TorchCPU.plan

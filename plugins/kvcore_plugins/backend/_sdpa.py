@@ -189,7 +189,7 @@ class _Divider:
         pool: the pool whose blocks are attended to.
         group_bytes: bytes of K/V of a layer that a group may gather.
         tile_bytes: bytes of K/V that a tile of a single token may gather.
-        bags: whether tiles of a single token get `Tile.bags`, up to `BAG_BYTES`.
+        bags: whether tiles of a single token get `Tile.bags`.
     """
 
     pool: Pool
