@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -19,14 +20,18 @@ from xml.etree import ElementTree as ET
 
 import attrs
 
+from kvcore.host import cpus
 from kvcore.plugins import Plugins
 from kvcore.testing.gpu.device_tests import BACKEND, OTHER
 
 DEADLINE = 600.0
 """Seconds that all of it takes at most."""
 
-SHARES = {"conformance": 0.25, "twin": 0.2, "check": 0.15}
+SHARES = {"conformance": 0.3, "twin": 0.15, "check": 0.15}
 """Parts of the time that a part may take; the benchmark has what is left."""
+
+WORKERS = 8
+"""Processes at most that run tests side by side: kernels are compiled for many shapes."""
 
 OUTPUT = 4000
 """Characters of the end of a failed part's output that are kept."""
@@ -130,8 +135,10 @@ def _tests(chosen: str) -> Run:
             *("--pyargs", "kvcore.testing.gpu.device_tests", "-k", chosen),
             f"--junitxml={report}",
         ]
-        other = "torch-cpu"
-        done = _run(command, limit, {BACKEND: backend, OTHER: other}, folder)
+        workers = min(WORKERS, cpus() // 2)
+        if workers > 1 and find_spec("xdist"):
+            command += ["-n", str(workers)]
+        done = _run(command, limit, {BACKEND: backend, OTHER: "torch-cpu"}, folder)
         if not report.exists():
             return False, f"pytest exited with {done.returncode}", {"output": _end(done.stdout)}
         suite = next(ET.parse(report).getroot().iter("testsuite"))  # noqa: S314 - our own file
