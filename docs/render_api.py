@@ -31,6 +31,7 @@ ROOMS = (
     "kvcore.analysis",
     "kvcore.analysis.quality",
     "kvcore.analysis.sweep",
+    "kvcore.bench",
     "kvcore.workloads",
     "kvcore.models",
     "kvcore.plugins",

@@ -33,6 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests run side by side: threads that wait for one another's time slices take far longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Triton's kernels run in its interpreter, on the CPU: the variable is read on import.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Lines of progress come by the clock.
 os.environ["KVCORE_PROGRESS_SECONDS"] = "0"
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 VERBS = {
+    "bench": "kvcore.cli.bench",
     "calibrate": "kvcore.cli.calibrate",
     "compare": "kvcore.cli.compare",
     "curve": "kvcore.cli.curve",

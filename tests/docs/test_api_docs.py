@@ -11,7 +11,7 @@ import pytest
 import kvcore
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "render_api.py"
-INTERNAL = {"kvcore.cli", "kvcore.demo", "kvcore.online", "kvcore.report"}
+INTERNAL = {"kvcore.testing.gpu", "kvcore.cli", "kvcore.demo", "kvcore.online", "kvcore.report"}
 """Packages that serve the command line, and are no interface for programs."""
 
 

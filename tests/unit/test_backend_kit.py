@@ -81,10 +81,8 @@ class Shallow(TorchCPU):
         super().write_blocks(blocks[:1], data[:1])
 
     def swap_in(self, host, blocks):
-        """Put back a half."""
-        matrices, self._pool.matrices = self._pool.matrices, self._pool.matrices[:2]
-        self._pool.scatter(host[:, : sum(part.shape[1] for part in matrices[:2])], blocks)
-        self._pool.matrices = matrices
+        """Put back the first of them."""
+        super().swap_in(host[:1], blocks[:1])
 
 
 class Sloppy(TorchCPU):

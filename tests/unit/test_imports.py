@@ -38,7 +38,7 @@ LAYERS = [
     {"cluster"},
     {"engine"},
     {"config"},
-    {"analysis", "hosting", "kv_events"},
+    {"analysis", "bench", "hosting", "kv_events"},
     {"report"},
     {"demo"},
     {"api"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import attrs
 import torch
@@ -18,10 +19,12 @@ from kvcore_plugins.backend._pool import (
     Gather,
     Half,
     Pool,
+    Transfer,
     Upload,
     Writes,
     allocate,
     gathered,
+    kernels_for,
 )
 
 PLANE_DTYPES = TORCH_DTYPES | {
@@ -135,6 +138,11 @@ class CodedHalf(Half):
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens: coded if by token, else onto the stage and from there."""
         if self.by_token:
+            if self._way is not None:
+                from kvcore_plugins.backend.kernels.store import store_coded  # noqa: PLC0415
+
+                store_coded(rows, slots, self._token_planes, self._codec, self._way)
+                return
             coded = self._encoded(rows.flatten(0, 1)[:, None])
             for plane, data in zip(self._token_planes, coded, strict=True):
                 plane.index_copy_(0, slots, data)
@@ -155,6 +163,15 @@ class CodedHalf(Half):
             ended = [block for block, _, end in writes.part if end == size]
             if ended:
                 self._put(ended, torch.stack([self.stage[block] for block in ended]))
+
+    @cached_property
+    def _way(self) -> int | None:
+        """How Triton's kernel codes new tokens; None: the codec's own function does."""
+        if not kernels_for(self.planes[0].device):
+            return None
+        from kvcore_plugins.backend.kernels.store import way_of  # noqa: PLC0415 - Triton's
+
+        return way_of(self._codec, self._part, self.stage.rows.dtype)
 
     def content(self, blocks: Sequence[int]) -> Tensor:
         """Return what `blocks` hold, `[blocks, kv_heads, block_size, width]`."""
@@ -363,8 +380,10 @@ class CodedPool(Pool):
         for half in self.halves:
             half.copy_stage(both)
 
-    def swap_out(self, blocks: Sequence[int], download: Upload) -> SwappedBlocks:
-        """Return copies of blocks, brought to the host by `download`."""
+    def swap_out(
+        self, blocks: Sequence[int], host: Tensor, transfer: Transfer
+    ) -> SwappedBlocks:
+        """Copy blocks to the host, into `[len(blocks), bytes]`; return what has them."""
         staged = [
             [place for place, block in enumerate(blocks) if block in half.stage]
             for half in self.halves
@@ -375,11 +394,13 @@ class CodedPool(Pool):
             for place in places
         ]
         packed = torch.cat([self.halves[0].stage.rows.new_empty(0), *content])
-        return SwappedBlocks(download(self.gather(blocks)), staged, download(packed))
+        kept = torch.empty_like(packed, device=host.device)
+        transfer([(kept, packed)])
+        return SwappedBlocks(super().swap_out(blocks, host, transfer), staged, kept)
 
-    def swap_in(self, host: SwappedBlocks, blocks: Sequence[int]) -> None:
+    def swap_in(self, host: SwappedBlocks, blocks: Sequence[int], transfer: Transfer) -> None:
         """Write what `swap_out` returned into `blocks`."""
-        self.scatter(self.upload(host.planes), blocks)
+        super().swap_in(host.planes, blocks, transfer)
         content, begin = self.upload(host.content), 0
         for half, places in zip(self.halves, host.staged, strict=True):
             half.stage.drop(blocks)
@@ -389,7 +410,7 @@ class CodedPool(Pool):
                 half.put_on_stage(blocks[place], content[begin:end].view(shape))
                 begin = end
 
-    def read_bytes(self, blocks: Sequence[int], into: Tensor) -> None:
+    def read_bytes(self, blocks: Sequence[int], into: Tensor, transfer: Transfer) -> None:
         """Copy the bytes of blocks in all planes.
 
         Raises:
@@ -399,11 +420,11 @@ class CodedPool(Pool):
         if waiting:
             msg = f"block {waiting[0]} is not full, and not coded yet: use swap_out"
             raise InputError(msg)
-        super().read_bytes(blocks, into)
+        super().read_bytes(blocks, into, transfer)
 
-    def write_bytes(self, blocks: Sequence[int], data: Tensor) -> None:
+    def write_bytes(self, blocks: Sequence[int], data: Tensor, transfer: Transfer) -> None:
         """Write what `read_bytes` has read into `blocks`, which are full then."""
-        super().write_bytes(blocks, data)
+        super().write_bytes(blocks, data, transfer)
         for half in self.halves:
             half.stage.drop(blocks)
 

@@ -6,12 +6,13 @@ import mmap
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.util import find_spec
 from itertools import accumulate
 from math import lcm
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
@@ -20,8 +21,14 @@ from torch import Tensor
 from kvcore import InputError
 from kvcore.engine import RaggedBatch, TensorLayout
 
+if TYPE_CHECKING:
+    from kvcore_plugins.backend.kernels.copy import RowMover
+
 Upload: TypeAlias = Callable[[Tensor], Tensor]
 """Returns a host tensor on the device."""
+
+Transfer: TypeAlias = Callable[[Iterable[tuple[Tensor, Tensor]]], None]
+"""Copies between host and device, `(into, source)`; all is there when it returns."""
 
 
 TORCH_DTYPES = {
@@ -36,6 +43,16 @@ def _memory(numbers: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host: not a copy."""
     held: Any = numbers.numpy()  # no buffer to type checkers
     return memoryview(held).cast("B")
+
+
+def kernels_for(device: torch.device) -> bool:
+    """Return True if Triton's kernels can work on the memory of a device."""
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def gathered(rows: Tensor, index: Tensor) -> Tensor:
@@ -112,6 +129,10 @@ class Writes:
 
 LONG_ROW = 4096
 """Bytes of a row from which on rows are copied one by one, not by an index."""
+
+
+LONG_RUN = 1 << 18
+"""Bytes of a row from which on a GPU copies rows to the host one by one, not by a stage."""
 
 
 class Half(ABC):
@@ -199,7 +220,12 @@ class LayerTensor(Half):
 
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
-        self.by_token.index_copy_(0, slots, rows.flatten(0, 1))
+        if kernels_for(self.by_token.device):
+            from kvcore_plugins.backend.kernels.store import store_rows  # noqa: PLC0415 - Triton's
+
+            store_rows(rows, slots, self.by_token)
+        else:
+            self.by_token.index_copy_(0, slots, rows.flatten(0, 1))
 
     def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
         """Move tokens, row by row."""
@@ -291,14 +317,47 @@ class Pool:
         return 0
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks, `(source, target)`; all are read before one is written."""
-        both = list(pairs)
+        """Copy blocks, `(source, target)`; all are read before one is written.
+
+        Where a source is another pair's target, it is put aside before anything is written;
+        the others, which nothing waits for, go straight to their places.
+        """
+        both = [(source, target) for source, target in pairs if source != target]
         if not both:
             return
-        sources = self._ids([source for source, _ in both])
-        targets = self._ids([target for _, target in both])
-        for matrix in self.matrices:
-            matrix.index_copy_(0, targets, matrix.index_select(0, sources))
+        written = {target for _, target in both}
+        aside = [pair for pair in both if pair[0] in written]
+        straight = [pair for pair in both if pair[0] not in written]
+        if self._mover is not None:
+            self._move_rows(self._mover, aside, straight)
+        elif self.device.type == "cpu" and self._has_long_rows:
+            for rows, size in self._rows:
+                kept = [bytes(rows[source * size : (source + 1) * size]) for source, _ in aside]
+                for source, target in straight:
+                    place = target * size
+                    rows[place : place + size] = rows[source * size : (source + 1) * size]
+                for (_, target), content in zip(aside, kept, strict=True):
+                    rows[target * size : (target + 1) * size] = content
+        else:
+            read, put = (self._ids(side) for side in zip(*both, strict=True))
+            for matrix in self.matrices:
+                matrix.index_copy_(0, put, matrix.index_select(0, read))
+
+    def _move_rows(
+        self,
+        mover: RowMover,
+        aside: Sequence[tuple[int, int]],
+        straight: Sequence[tuple[int, int]],
+    ) -> None:
+        """Copy pairs by a kernel: those `straight` at once, the others by way of a stage."""
+        held = None
+        if aside:
+            held = mover.gather(self._ids([source for source, _ in aside]))
+        if straight:
+            sources, targets = zip(*straight, strict=True)
+            mover.copy(self._ids(sources), self._ids(targets))
+        if held is not None:
+            mover.scatter(held, self._ids([target for _, target in aside]))
 
     def read_heads(self, part: Half, blocks: Sequence[int], gather: Gather) -> Tensor:
         """Return a copy of what `blocks` hold of each head, `[kv_heads, tokens, width]`."""
@@ -307,53 +366,51 @@ class Pool:
         rows = ids * part.row_stride + torch.arange(kv_heads)[:, None]
         return part.heads(self.upload(rows.flatten()), ids, slice(0, kv_heads), gather)
 
-    def gather(self, blocks: Sequence[int]) -> Tensor:
-        """Return copies of blocks, `[len(blocks), numbers of a block in all layers]`."""
-        ids = self._ids(blocks)
-        return torch.cat([matrix.index_select(0, ids) for matrix in self.matrices], 1)
+    def swap_out(self, blocks: Sequence[int], host: Tensor, transfer: Transfer) -> Any:
+        """Copy blocks to the host, into `[len(blocks), bytes]`; return what has them."""
+        Pool.read_bytes(self, blocks, host, transfer)
+        return host
 
-    def scatter(self, data: Tensor, blocks: Sequence[int]) -> None:
-        """Write what `gather` returned into `blocks`."""
-        ids = self._ids(blocks)
-        widths = [matrix.shape[1] for matrix in self.matrices]
-        for matrix, piece in zip(self.matrices, torch.split(data, widths, 1), strict=True):
-            matrix.index_copy_(0, ids, piece)
-
-    def swap_out(self, blocks: Sequence[int], download: Upload) -> Any:
-        """Return copies of blocks, brought to the host by `download`."""
-        return download(self.gather(blocks))
-
-    def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
+    def swap_in(self, host: Any, blocks: Sequence[int], transfer: Transfer) -> None:
         """Write what `swap_out` returned into `blocks`."""
-        self.scatter(self.upload(host), blocks)
+        Pool.write_bytes(self, blocks, host, transfer)
 
-    def read_bytes(self, blocks: Sequence[int], into: Tensor) -> None:
+    def read_bytes(self, blocks: Sequence[int], into: Tensor, transfer: Transfer) -> None:
         """Copy the bytes of blocks into memory of the host, `[len(blocks), bytes]`.
 
         Each row goes where it belongs in one copy, rows of some KiB one by one: a call of torch
-        takes as long as it takes to copy 64 KiB.
+        takes as long as it takes to copy 64 KiB. A GPU gathers rows on a stage, which is one
+        copy, unless they are long enough to go by themselves.
         """
-        here = self.device == into.device
-        if here and self._has_long_rows:
+        if self.device != into.device:
+            if self._has_long_runs:
+                transfer(self._runs(blocks, into))
+                return
+            transfer([(into, self._gathered(self._ids(blocks), into))])
+        elif self._has_long_rows:
             memory, at = _memory(into), 0
             for block in blocks:
                 for rows, size in self._rows:
                     memory[at : at + size] = rows[block * size : (block + 1) * size]
                     at += size
-            return
-        ids = self._ids(blocks)
-        out = into if here else torch.empty_like(into, device=self.device)
-        for matrix, columns in self._columns:
-            torch.index_select(matrix, 0, ids, out=out[:, columns])
-        if not here:
-            into.copy_(out, non_blocking=into.is_pinned())
+        else:
+            ids = self._ids(blocks)
+            for matrix, columns in self._columns:
+                torch.index_select(matrix, 0, ids, out=into[:, columns])
 
-    def write_bytes(self, blocks: Sequence[int], data: Tensor) -> None:
+    def write_bytes(self, blocks: Sequence[int], data: Tensor, transfer: Transfer) -> None:
         """Write what `read_bytes` has read into `blocks`."""
         if self.device != data.device:
-            ids, data = self._ids(blocks), self.upload(data)
+            if self._has_long_runs:
+                transfer((row, part) for part, row in self._runs(blocks, data))
+                return
+            stage, ids = torch.empty_like(data, device=self.device), self._ids(blocks)
+            transfer([(stage, data)])
+            if self._mover is not None:
+                self._mover.scatter(stage, ids)
+                return
             for matrix, columns in self._columns:
-                matrix.index_copy_(0, ids, data[:, columns])
+                matrix.index_copy_(0, ids, stage[:, columns])
         elif self._has_long_rows:
             memory, at = _memory(data), 0
             for block in blocks:
@@ -365,6 +422,35 @@ class Pool:
             index = torch.tensor(blocks, dtype=torch.int64).numpy()
             for matrix, columns in self._columns:
                 matrix.numpy()[index] = data[:, columns].numpy()
+
+    def _gathered(self, ids: Tensor, like: Tensor) -> Tensor:
+        """Return the bytes of blocks on a stage of the device, shaped as `like`."""
+        if self._mover is not None:
+            return self._mover.gather(ids)
+        stage = torch.empty_like(like, device=self.device)
+        for matrix, columns in self._columns:
+            stage[:, columns] = matrix.index_select(0, ids)
+        return stage
+
+    def _runs(self, blocks: Sequence[int], host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each row of blocks: where it lies on the host, and where in the pool."""
+        for place, block in enumerate(blocks):
+            for matrix, columns in self._columns:
+                yield host[place, columns], matrix[block]
+
+    @cached_property
+    def _mover(self) -> RowMover | None:
+        """What moves rows by one kernel; None where Triton is missing, or on the host."""
+        if not kernels_for(self.device):
+            return None
+        from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: PLC0415 - Triton's
+
+        return RowMover([rows for rows, _ in self._columns])
+
+    @cached_property
+    def _has_long_runs(self) -> bool:
+        """Whether each row is long enough to be copied over the link by itself."""
+        return all(rows.shape[1] >= LONG_RUN for rows, _ in self._columns)
 
     @cached_property
     def _columns(self) -> list[tuple[Tensor, slice]]:

@@ -38,8 +38,8 @@ with two, and 92 ms with two that had to share their cores.
 class TorchBackend(Backend):
     """Keeps K/V in one torch tensor, or the planes of a codec, a tensor each.
 
-    A derived class names the device, and overrides `upload`, `download` and `stage` where
-    that is not the host.
+    A derived class names the device, and overrides `upload`, `transfer`, `host_rows` and
+    `stage` where that is not the host.
     """
 
     takes_codecs: ClassVar[bool] = True
@@ -69,9 +69,20 @@ class TorchBackend(Backend):
         """Return `tensor` on the device."""
         return tensor
 
-    def download(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the device in host memory."""
-        return tensor
+    def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy between host and device, `(into, source)`; all is there when this returns."""
+        for into, source in copies:
+            into.copy_(source)
+
+    def host_rows(self, rows: int, width: int) -> Tensor:
+        """Return memory of the host for blocks, bytes `[rows, width]`."""
+        import torch  # noqa: PLC0415 - see the module
+
+        from kvcore_plugins.backend._pool import allocate  # noqa: PLC0415 - see the module
+
+        if not rows:
+            return torch.empty((0, width), dtype=torch.uint8)
+        return allocate(rows * width, torch.uint8, torch.device("cpu")).view(rows, width)
 
     def stage(self, rows: Tensor) -> Tensor:
         """Return new K or V on the device, whether computed there or on the host."""
@@ -272,7 +283,8 @@ class TorchBackend(Backend):
 
     def swap_out(self, blocks: Sequence[int]) -> Any:
         """Return a copy of `blocks` on the host."""
-        return self._pool.swap_out(blocks, self.download)
+        host = self.host_rows(len(blocks), self.layout.bytes_per_block)
+        return self._pool.swap_out(blocks, host, self.transfer)
 
     def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
         """Write what `swap_out` returned.
@@ -283,7 +295,7 @@ class TorchBackend(Backend):
         if len(host) != len(blocks):
             msg = f"{len(host)} blocks were swapped out, and cannot be put into {len(blocks)}"
             raise InputError(msg)
-        self._pool.swap_in(host, blocks)
+        self._pool.swap_in(host, blocks, self.transfer)
 
     def read_blocks(self, blocks: Sequence[int], into: memoryview) -> None:
         """Copy the bytes of full blocks into memory of the host.
@@ -292,8 +304,7 @@ class TorchBackend(Backend):
             InputError: a block is not full, or `into` is of another size.
         """
         if len(blocks):
-            self._pool.read_bytes(blocks, self._as_tensor(blocks, into))
-            self.synchronize()
+            self._pool.read_bytes(blocks, self._as_tensor(blocks, into), self.transfer)
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
         """Write what `read_blocks` has read into `blocks`.
@@ -302,8 +313,7 @@ class TorchBackend(Backend):
             InputError: `data` is of another size.
         """
         if len(blocks):
-            self._pool.write_bytes(blocks, self._as_tensor(blocks, data))
-            self.synchronize()
+            self._pool.write_bytes(blocks, self._as_tensor(blocks, data), self.transfer)
 
     def _as_tensor(self, blocks: Sequence[int], memory: memoryview) -> Tensor:
         """Return memory of the host as a tensor, `[len(blocks), bytes]`: not a copy."""

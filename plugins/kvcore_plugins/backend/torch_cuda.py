@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -90,14 +91,24 @@ class TorchCUDA(TorchBackend):
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
 
-    def download(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the GPU in pinned host memory, after waiting for the copy."""
+    def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy between host and GPU on a stream of its own, after what was submitted before.
+
+        The host waits for these copies alone: what is submitted meanwhile goes on.
+        """
         import torch  # noqa: PLC0415 - as in the base class
 
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
-        host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(self.torch_device).synchronize()
-        return host
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._copy_stream):
+            for into, source in copies:
+                into.copy_(source, non_blocking=True)
+        self._copy_stream.synchronize()
+
+    def host_rows(self, rows: int, width: int) -> Tensor:
+        """Return memory of the host for blocks, pinned unless `pin` is off."""
+        import torch  # noqa: PLC0415 - as in the base class
+
+        return torch.empty((rows, width), dtype=torch.uint8, pin_memory=self.pin)
 
     def stage(self, rows: Tensor) -> Tensor:
         """Return new K or V on the GPU; from the host it is copied beside the computation.
@@ -124,10 +135,7 @@ class TorchCUDA(TorchBackend):
         """Return pinned memory for the bytes of so many blocks, unless `pin` is off."""
         if not self.pin:
             return super().host_buffer(blocks)
-        import torch  # noqa: PLC0415 - as in the base class
-
-        shape = blocks, self.layout.bytes_per_block
-        pinned: Any = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+        pinned: Any = self.host_rows(blocks, self.layout.bytes_per_block).numpy()
         return memoryview(pinned)
 
     def memory(self) -> DeviceMemory:

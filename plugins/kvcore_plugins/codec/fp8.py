@@ -79,7 +79,9 @@ def _widened(numbers: Tensor) -> Tensor:
     if numbers.dtype == torch.float8_e5m2:
         return numbers.float()
     # s eeee mmm becomes s 0eeee mmm0000000: as fp16, a 256th of the number.
-    bits = (numbers.view(torch.int8).short() << 7) & ~0x4000
+    bits = numbers.view(torch.int8).short()
+    bits <<= 7
+    bits &= ~0x4000
     # NaN is the one with all bits set, which a carry finds: it gets the exponent of NaN.
     bits |= (bits + 0x80) & 0x4000
     return bits.view(torch.half).float().mul_(256)

@@ -1,0 +1,21 @@
+"""Measurements of this machine and of kvcore on it: what `kvcore bench` runs.
+
+Suites of operations on tensors, on a CPU or a GPU, beside what the memory can do; of the cache
+and the simulator beside a plain loop and installed peers.
+"""
+
+from kvcore.bench.machine import describe_machine
+from kvcore.bench.result import BenchResult, Ceiling, Row, Settings, Target
+from kvcore.bench.suites import SUITES, available_suites, run_suites
+
+__all__ = [
+    "SUITES",
+    "BenchResult",
+    "Ceiling",
+    "Row",
+    "Settings",
+    "Target",
+    "available_suites",
+    "describe_machine",
+    "run_suites",
+]

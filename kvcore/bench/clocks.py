@@ -1,0 +1,150 @@
+"""Medians of times, of a host and of a GPU. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+Call: TypeAlias = Callable[[], Any]
+
+LEAST, MOST = 6, 200
+"""Samples that a time is a median of, at least and at most."""
+
+WAIT_CYCLES = 40_000_000
+"""Cycles of a GPU, some 25 ms, in which the host launches what is measured."""
+
+
+@attrs.frozen
+class Timing:
+    """The time of a call.
+
+    Attributes:
+        seconds: median.
+        spread: difference of the medians of every other sample, by their mean.
+        how: how it was timed, where that is not as usual.
+    """
+
+    seconds: float
+    spread: float
+    how: str = ""
+
+
+class HostClock:
+    """Times calls that are done when they return.
+
+    With one thread the time is that of the CPU, which other processes take less from.
+    """
+
+    def time(
+        self, versions: Sequence[Sequence[Call]], seconds: float, *, graph: bool = True
+    ) -> list[Timing]:
+        """Return the times of calls, one for each version.
+
+        A version is calls that do the same, each on memory of its own, so that no cache holds
+        what the next one reads. Versions are sampled in turn for about so many `seconds`, so
+        that what else the machine does is spread over all of them. `graph` is for GPUs.
+        """
+        del graph
+        for calls in versions:
+            for call in calls:
+                call()
+        alone = torch.get_num_threads() == 1
+        now = process_time if alone else perf_counter
+        return _sampled([(_passing(calls, now), "") for calls in versions], seconds)
+
+
+class DeviceClock:
+    """Times work on a GPU by events, replayed from a CUDA graph where it can be captured.
+
+    A graph leaves out what the host needs to launch kernels, which an engine that captures its
+    decode steps does not pay either. What cannot be captured is launched while the GPU is kept
+    waiting, and says so: where nothing waits for the GPU, the host's time is left out as well.
+    """
+
+    def time(
+        self, versions: Sequence[Sequence[Call]], seconds: float, *, graph: bool = True
+    ) -> list[Timing]:
+        """Return the times of calls, as `HostClock.time` does."""
+        measures = []
+        for calls in versions:
+            for call in calls:
+                call()
+            torch.cuda.synchronize()
+            replay = _captured(calls) if graph else None
+            how = "" if replay or not graph else "launched, not replayed"
+            measures.append((_events(replay or _in_turn(calls), len(calls)), how))
+        return _sampled(measures, seconds)
+
+
+def _sampled(
+    measures: Sequence[tuple[Callable[[], float], str]], seconds: float
+) -> list[Timing]:
+    """Return medians of measures, taken in turn."""
+    samples: list[list[float]] = [[] for _ in measures]
+    end = perf_counter() + seconds * len(measures)
+    while len(samples[0]) < LEAST or (perf_counter() < end and len(samples[0]) < MOST):
+        for (measure, _), found in zip(measures, samples, strict=True):
+            found.append(measure())
+    timings = []
+    for (_, how), found in zip(measures, samples, strict=True):
+        one, other = median(found[::2]), median(found[1::2])
+        spread = 2 * abs(one - other) / max(one + other, 1e-12)
+        timings.append(Timing(median(found), spread, how))
+    return timings
+
+
+def _in_turn(calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _passing(calls: Sequence[Call], now: Callable[[], float]) -> Callable[[], float]:
+    """Return a measure of all calls, one after the other, in seconds for one."""
+
+    def measure() -> float:
+        start = now()
+        for call in calls:
+            call()
+        return (now() - start) / len(calls)
+
+    return measure
+
+
+def _events(run: Call, count: int) -> Callable[[], float]:
+    """Return a measure of work on the GPU that does `count` calls, in seconds for one."""
+
+    def measure() -> float:
+        event: Any = torch.cuda.Event  # which has no types
+        wait: Any = torch.cuda._sleep  # noqa: SLF001 - as torch's own tests wait
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        torch.cuda.synchronize()
+        wait(WAIT_CYCLES)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
+    return measure
+
+
+def _captured(calls: Sequence[Call]) -> Call | None:
+    """Return the replay of a graph of all calls; None if they cannot be captured."""
+    graph: Any = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError:  # something waits for the device, or allocates beside torch
+        torch.cuda.synchronize()
+        return None
+    replay: Call = graph.replay
+    return replay

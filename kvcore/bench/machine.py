@@ -1,0 +1,76 @@
+"""The names and versions of what a benchmark runs on."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from kvcore.host import cpus, memory
+from kvcore.trace.fields import version
+
+CPUINFO = Path("/proc/cpuinfo")
+PACKAGES = ("torch", "triton", "flashinfer-python", "ai-dynamo", "libcachesim")
+
+
+def describe_machine(*, gpu: bool = False) -> dict[str, Any]:
+    """Return what results depend on: kvcore, date, CPU, packages; with `gpu`, torch's GPU.
+
+    Nothing that identifies the machine. `gpu` needs torch, and a GPU that it can use.
+    """
+    found: dict[str, Any] = {
+        "kvcore": version(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cpus": cpus(),
+        "memory_bytes": memory()[1],
+        "packages": {name: known for name in PACKAGES if (known := _version(name))},
+    }
+    return found | {"gpu": _gpu()} if gpu else found
+
+
+def _cpu() -> str:
+    try:
+        named = re.search(r"^model name\s*: (.*)$", CPUINFO.read_text(), re.MULTILINE)
+    except OSError:
+        named = None
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> dict[str, Any]:
+    import torch  # noqa: PLC0415 - for this alone
+
+    held = torch.cuda.get_device_properties(0)
+    return {
+        "name": held.name,
+        "memory_bytes": held.total_memory,
+        "multiprocessors": held.multi_processor_count,
+        "capability": f"{held.major}.{held.minor}",
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver; None if nothing tells it."""
+    program = which("nvidia-smi")
+    if program is None:
+        return None
+    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
+    lines = done.stdout.split()
+    return lines[0] if lines else None

@@ -1,0 +1,198 @@
+"""What a benchmark found: ceilings of the machine, and a row for each thing measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from time import monotonic
+from typing import Any, Literal, TypeAlias
+
+import attrs
+
+Unit: TypeAlias = Literal["bytes", "blocks", "requests"]
+"""What a row counts."""
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What is to be measured.
+
+    Attributes:
+        quick: a few small cases, each measured briefly.
+        check: no times: whether results are right.
+        only: operations to measure; empty: all.
+        dtypes: dtypes of K/V to measure; empty: those of the suite.
+        backend: backend of the tensor suites, by name and options; None: the suite's.
+        threads: threads that a CPU computes with.
+        deadline: seconds after which no further case is begun; None: there is none.
+        begun: when the run began, as `time.monotonic` gives it.
+    """
+
+    quick: bool = False
+    check: bool = False
+    only: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    backend: str | None = None
+    threads: int = 1
+    deadline: float | None = None
+    begun: float = attrs.field(factory=monotonic)
+
+    def wants(self, operation: str) -> bool:
+        """Return True if an operation is to be measured."""
+        return not self.only or operation in self.only
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and monotonic() - self.begun > self.deadline
+
+
+@attrs.frozen
+class Ceiling:
+    """What the machine itself can do, measured before the first case and after the last.
+
+    Attributes:
+        name: what is measured, as rows name it.
+        first, last: bytes a second. A copy counts what it reads and what it writes.
+    """
+
+    name: str
+    first: float
+    last: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """The greater of the two, in bytes a second: shares are of it."""
+        return max(self.first, self.last or 0.0)
+
+
+@attrs.frozen(kw_only=True)
+class Target:
+    """What a row is to reach: at least a share of its ceiling, or at most some seconds."""
+
+    share: float | None = None
+    seconds: float | None = None
+
+    def reached(self, share: float | None, seconds: float | None) -> bool | None:
+        """Return whether it is reached; None if nothing was measured."""
+        if self.seconds is not None:
+            return None if seconds is None else seconds <= self.seconds
+        return None if share is None or self.share is None else share >= self.share
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One operation, done by one implementation.
+
+    Attributes:
+        suite: suite that it belongs to.
+        operation: what is done, such as `decode`.
+        case: on what: dtype, sizes.
+        by: who does it: a backend of kvcore, or a peer.
+        amount: what it handles, in `unit`: of memory, the bytes that must be read and written.
+        unit: what is counted.
+        seconds: median time; None if it was not measured.
+        spread: difference of two medians of the same thing, by their mean: what is closer
+            together than this is equal.
+        of: name of what `share` is a share of: a ceiling, or the row of a baseline.
+        share: rate of the row in the ceiling's; for a baseline, how many times as fast.
+        target: what it is to reach; None: nothing is promised.
+        error: greatest difference from float64 over the same stored numbers, as a part of the
+            greatest of these; NaN if it read what was never stored.
+        allowed: greatest `error` that counts as right.
+        note: why something is missing, or how it was timed.
+    """
+
+    suite: str
+    operation: str
+    case: str
+    by: str
+    amount: float | None = None
+    unit: Unit = "bytes"
+    seconds: float | None = None
+    spread: float | None = None
+    of: str | None = None
+    share: float | None = None
+    target: Target | None = None
+    error: float | None = None
+    allowed: float = 0.0
+    note: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """`amount` a second."""
+        if self.seconds is None or self.amount is None:
+            return None
+        return self.amount / max(self.seconds, 1e-12)
+
+    @property
+    def correct(self) -> bool | None:
+        """Whether the result is right; None if there was none to check."""
+        return None if self.error is None else self.error <= self.allowed
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target is reached; None without one, or without a time."""
+        return None if self.target is None else self.target.reached(self.share, self.seconds)
+
+    def document(self) -> dict[str, Any]:
+        """Return the row as a JSON object, with what is derived from it."""
+        fields = attrs.asdict(self)
+        # JSON has no NaN: the error is missing then, and `correct` says false.
+        if self.error is not None and not isfinite(self.error):
+            fields["error"] = None
+        derived = {"rate": self.rate, "correct": self.correct, "reached": self.reached}
+        return fields | derived
+
+
+Tell: TypeAlias = Callable[[Row], None]
+"""Is called with each row as soon as it is there."""
+
+
+@attrs.frozen(kw_only=True)
+class BenchResult:
+    """What was measured, where, and how fast the memory was.
+
+    Attributes:
+        machine: names and versions, as `describe_machine` returns them.
+        settings: what was asked for.
+        ceilings: what the memory can do.
+        rows: the rows, in the order in which they were measured.
+        seconds: time that all of it took.
+    """
+
+    machine: dict[str, Any]
+    settings: Settings
+    ceilings: Sequence[Ceiling]
+    rows: Sequence[Row]
+    seconds: float
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Rows whose results are not right."""
+        return [row for row in self.rows if row.correct is False]
+
+    def document(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
+        settings = attrs.asdict(self.settings)
+        del settings["begun"]
+        return {
+            "schema": 1,
+            "machine": self.machine,
+            "settings": settings,
+            "ceilings": [attrs.asdict(each) for each in self.ceilings],
+            "rows": [row.document() for row in self.rows],
+            "wrong": len(self.wrong),
+            "seconds": self.seconds,
+        }
+
+
+def with_shares(rows: Sequence[Row], ceilings: Sequence[Ceiling]) -> list[Row]:
+    """Return rows with their shares of the ceilings that they name."""
+    rates = {ceiling.name: ceiling.rate for ceiling in ceilings}
+    found = []
+    for row in rows:
+        rate, ceiling = row.rate, rates.get(row.of or "")
+        share = row.share if rate is None or not ceiling else rate / ceiling
+        found.append(attrs.evolve(row, share=share))
+    return found

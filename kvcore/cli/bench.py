@@ -1,0 +1,120 @@
+"""`kvcore bench`: what kvcore does in a second here, beside what the machine can."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import orjson
+
+from kvcore.bench import SUITES, BenchResult, Settings, available_suites, run_suites
+from kvcore.cli.output import emit_json, file_path, json_option, print_sections, progress
+from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.errors import InputError
+from kvcore.files import atomic_file
+from kvcore.report.bench import RIGHT, BenchReport
+
+if TYPE_CHECKING:
+    from kvcore.bench import Row
+
+WRONG = 1
+"""Exit code of a run in which a result was not right."""
+
+DEADLINES = {"gpu": 480.0}
+"""Seconds after which a suite begins no further case."""
+
+
+@verb(
+    "kvcore bench cpu",
+    "kvcore bench gpu --out gpu.json",
+    "kvcore bench --check --quick",
+)
+@click.argument("suites", nargs=-1, type=click.Choice(sorted(SUITES)), metavar="[SUITE]...")
+@click.option("--quick", is_flag=True, help="Measure a few small cases, each briefly.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Measure no times: say whether results are right, and exit with 1 if one is not.",
+)
+@click.option(
+    "--only",
+    metavar="LIST",
+    default="",
+    help="Operations to measure, such as decode,store.  [default: all of the suite]",
+)
+@click.option(
+    "--dtype",
+    metavar="LIST",
+    default="",
+    help="Dtypes of K/V, such as bf16,fp32.  [default: those of the suite]",
+)
+@click.option(
+    "--backend",
+    metavar="PLUGIN",
+    help="Backend of the suites cpu and gpu, such as torch-cuda:attention=sdpa.",
+    **plugin_completion("backend"),
+)
+@click.option("--threads", type=Count(), default=1, help="Number of threads of a CPU.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Time after which no further case is begun.  [default: 480 with gpu, else none]",
+)
+@click.option("--out", callback=file_path, metavar="FILE", help="File for the JSON document.")
+@json_option
+@click.pass_context
+def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
+    """Measure SUITE: cpu, gpu, cache or sim. Without one, all that can run here.
+
+    The machine's own copy and read rates are measured first and last, then each operation:
+    bytes, time, share of those rates, and whether the result is right, compared with float64
+    over a pool whose unused slots are NaN.
+    """
+    names = list(dict.fromkeys(suites)) or available_suites()
+    deadline = given["deadline"]
+    if deadline is None:
+        deadline = max((DEADLINES[name] for name in names if name in DEADLINES), default=None)
+    settings = Settings(
+        quick=given["quick"],
+        check=given["check"],
+        only=_listed(given["only"]),
+        dtypes=_listed(given["dtype"]),
+        backend=given["backend"],
+        threads=given["threads"],
+        deadline=deadline,
+    )
+    if settings.backend and not any(SUITES[name].backend for name in names):
+        msg = f"--backend {settings.backend}: suites cpu and gpu have one; name one of them"
+        raise InputError(msg)
+    out: Path | None = given["out"]
+    with nullcontext() if out is None else atomic_file(out) as file:
+        with progress(f"measuring {', '.join(names)}: rows", None) as tick:
+
+            def told(_: Row) -> None:
+                tick(1)
+
+            result = run_suites(names, settings, tell=told)
+        if file is not None:
+            document = orjson.dumps(result.document(), option=orjson.OPT_INDENT_2)
+            file.buffer.write(document + b"\n")
+    _show(result, as_json=given["as_json"])
+    if settings.check and result.wrong:
+        ctx.exit(WRONG)
+
+
+def _listed(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _show(result: BenchResult, *, as_json: bool) -> None:
+    """Print the document, or the tables."""
+    if as_json:
+        emit_json(result.document())
+        return
+    report = BenchReport(result)
+    right = [header for header in RIGHT if header in report.headers]
+    table = report.headers, [*report.rows], right
+    print_sections(report.machine, report.ceilings, table, report.reading)

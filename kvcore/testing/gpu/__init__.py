@@ -1,0 +1,1 @@
+"""Everything that says CUDA, in one command: `python -m kvcore.testing.gpu`."""

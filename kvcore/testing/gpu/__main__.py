@@ -1,0 +1,214 @@
+"""Run all that a GPU is needed for, each part by itself, and print one document and one table.
+
+python -m kvcore.testing.gpu [--backend NAME] [--quick] [--deadline SECONDS] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import attrs
+
+from kvcore.host import cpus
+from kvcore.plugins import Plugins
+from kvcore.testing.gpu.device_tests import BACKEND, OTHER
+
+DEADLINE = 600.0
+"""Seconds that all of it takes at most."""
+
+SHARES = {"conformance": 0.3, "twin": 0.15, "check": 0.15}
+"""Parts of the time that a part may take; the benchmark has what is left."""
+
+WORKERS = 8
+"""Processes at most that run tests side by side: kernels are compiled for many shapes."""
+
+OUTPUT = 4000
+"""Characters of the end of a failed part's output that are kept."""
+
+
+@attrs.frozen
+class Part:
+    """What became of a part.
+
+    Attributes:
+        name: its name.
+        ok: whether all of it is as it should be.
+        summary: what was found, in a line.
+        seconds: time that it took.
+        details: what else there is to say, as JSON.
+    """
+
+    name: str
+    ok: bool
+    summary: str
+    seconds: float
+    details: dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 1 if a part failed, or 3 if the backend cannot work here."""
+    asked = _parser().parse_args(arguments)
+    end = monotonic() + asked.deadline
+    cls = Plugins().get("backend", asked.backend.partition(":")[0])
+    reason = cls.unavailable()
+    if reason:
+        sys.stderr.write(f"kvcore.testing.gpu: {asked.backend} cannot work here: {reason}\n")
+        return 3
+    parts = []
+    with TemporaryDirectory() as folder:
+        for name, run in (
+            ("conformance", _tests("TestConformance")),
+            ("twin", _tests("test_twin")),
+            ("check", _bench("--check", "--quick")),
+            ("bench", _bench(*(["--quick"] if asked.quick else []))),
+        ):
+            left = end - monotonic()
+            limit = min(left, SHARES.get(name, 1.0) * asked.deadline)
+            parts.append(_part(name, run, asked.backend, Path(folder), limit))
+            found = parts[-1]
+            told = "ok" if found.ok else "FAILED"
+            print(f"{name:12} {told:7} {found.seconds:5.0f} s  {found.summary}", flush=True)  # noqa: T201
+    document = {
+        "schema": 1,
+        "backend": asked.backend,
+        "ok": all(part.ok for part in parts),
+        "parts": {part.name: attrs.asdict(part) for part in parts},
+    }
+    text = json.dumps(document, indent=2)
+    if asked.json is None:
+        print(text)  # noqa: T201
+    else:
+        asked.json.write_text(text + "\n")
+    return 0 if document["ok"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcore.testing.gpu",
+        description="Run the conformance tests, the engine, checks and benchmarks on a GPU.",
+    )
+    parser.add_argument("--backend", default="torch-cuda", help="another backend to test")
+    parser.add_argument("--quick", action="store_true", help="small cases, briefly")
+    parser.add_argument("--deadline", type=float, default=DEADLINE, metavar="SECONDS")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the document")
+    return parser
+
+
+Run = Callable[[str, Path, float], tuple[bool, str, dict[str, Any]]]
+"""Runs a part in processes of its own: a fault of a GPU ends them, and nothing else."""
+
+
+def _part(name: str, run: Run, backend: str, folder: Path, limit: float) -> Part:
+    """Run a part, and say what became of it."""
+    begun = monotonic()
+    if limit <= 1:
+        return Part(name, False, "not run: no time was left", 0.0, {})  # noqa: FBT003
+    try:
+        ok, summary, details = run(backend, folder, limit)
+    except subprocess.TimeoutExpired as error:
+        ok, summary = False, f"stopped after {limit:.0f} s"
+        details = {"output": _end(error.stdout)}
+    except (OSError, ValueError, KeyError, ET.ParseError) as error:
+        ok, summary, details = False, f"{type(error).__name__}: {error}", {}
+    return Part(name, ok, summary, round(monotonic() - begun, 1), details)
+
+
+def _tests(chosen: str) -> Run:
+    """Return what runs tests of `device_tests` whose names contain `chosen`."""
+
+    def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
+        report = folder / f"{chosen}.xml"
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--noconftest"),
+            *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)),
+            *("--pyargs", "kvcore.testing.gpu.device_tests", "-k", chosen),
+            f"--junitxml={report}",
+        ]
+        workers = min(WORKERS, cpus() // 2)
+        if workers > 1 and find_spec("xdist"):
+            command += ["-n", str(workers)]
+        done = _run(command, limit, {BACKEND: backend, OTHER: "torch-cpu"}, folder)
+        if not report.exists():
+            return False, f"pytest exited with {done.returncode}", {"output": _end(done.stdout)}
+        suite = next(ET.parse(report).getroot().iter("testsuite"))  # noqa: S314 - our own file
+        counts = {
+            name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+        }
+        failed = [
+            f"{case.get('classname')}.{case.get('name')}"
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
+        passed = counts["tests"] - len(failed) - counts["skipped"]
+        summary = f"{passed} passed, {len(failed)} failed, {counts['skipped']} skipped"
+        details = {**counts, "failed": failed}
+        if failed:
+            details["output"] = _end(done.stdout)
+        return not failed and passed > 0, summary, details
+
+    return run
+
+
+def _bench(*options: str) -> Run:
+    """Return what runs `kvcore bench gpu` with options."""
+
+    def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
+        out = folder / "bench.json"
+        out.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "kvcore", "bench", "gpu", "--backend", backend),
+            *("--deadline", str(max(1.0, limit - 30)), "--out", str(out), *options),
+        ]
+        done = _run(command, limit, {}, folder)
+        if not out.exists():
+            told = f"kvcore bench exited with {done.returncode}"
+            return False, told, {"output": _end(done.stdout)}
+        document = json.loads(out.read_bytes())
+        rows = document["rows"]
+        wrong = document["wrong"]
+        aimed = [row for row in rows if row["reached"] is not None]
+        reached = sum(1 for row in aimed if row["reached"])
+        summary = f"{len(rows)} rows, {wrong} wrong"
+        if aimed:
+            summary += f", {reached} of {len(aimed)} targets reached"
+        if "--check" not in options:
+            print(done.stdout, flush=True)  # noqa: T201
+        return done.returncode == 0 and not wrong, summary, {"document": document}
+
+    return run
+
+
+def _run(
+    command: Sequence[str], limit: float, variables: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a process in `folder`, what it prints on stderr between what it prints on stdout."""
+    return subprocess.run(  # noqa: S603
+        command,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit,
+        cwd=folder,
+        env={**os.environ, **variables},
+    )
+
+
+def _end(output: str | bytes | None) -> str:
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    return text[-OUTPUT:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

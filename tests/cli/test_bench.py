@@ -1,0 +1,206 @@
+"""`kvcore bench`: the suites in small, what they print, refuse and find wrong."""
+
+import json
+
+import attrs
+import pytest
+from helpers.commands import run_here
+
+from kvcore import Plugins
+from kvcore.bench import BenchResult, Row, Settings, Target, available_suites, caches
+from kvcore.report.bench import BenchReport
+
+torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
+
+from kvcore_plugins.backend import TorchCPU  # noqa: E402 - needs torch
+
+SMALL = ("--quick", "--dtype", "fp32")
+
+
+@pytest.fixture(autouse=True)
+def _few_requests(monkeypatch):
+    """Take the first of the bundled trace, and measure small memory."""
+    from kvcore.bench import ceilings  # noqa: PLC0415 - needs torch
+
+    monkeypatch.setattr(caches, "QUICK", 120)
+    monkeypatch.setattr(ceilings, "BYTES", {"cpu": 1 << 20})
+
+
+def told(*arguments):
+    """Run the verb, which must succeed, and return its JSON document."""
+    done = run_here("bench", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_tensors_are_measured_and_right():
+    """Each operation has bytes, a time, a share of a ceiling, and a result that is right."""
+    document = told("cpu", *SMALL, "--only", "store,copy,swap")
+    assert document["wrong"] == 0
+    assert [each["name"] for each in document["ceilings"]] == ["copy", "read-only sum"]
+    assert all(each["first"] > 0 and each["last"] > 0 for each in document["ceilings"])
+    assert {row["operation"] for row in document["rows"]} == {"store", "copy", "swap"}
+    for row in document["rows"]:
+        assert row["seconds"] > 0
+        assert row["share"] == pytest.approx(
+            row["rate"] / max(document["ceilings"][0]["first"], document["ceilings"][0]["last"])
+        )
+        assert row["correct"] in (True, None)
+    exact = [row for row in document["rows"] if row["by"] == "torch-cpu"]
+    assert all(row["error"] in (0, None) for row in exact)
+
+
+def test_the_document_has_these_fields():
+    """It is the one that is documented, no field more or less."""
+    document = told("cpu", *SMALL, "--only", "copy")
+    assert list(document) == [
+        *("schema", "machine", "settings", "ceilings", "rows", "wrong", "seconds"),
+    ]
+    assert list(document["machine"]) == [
+        *("kvcore", "date", "python", "system", "cpu", "cpus", "memory_bytes", "packages"),
+    ]
+    assert list(document["rows"][0]) == [
+        *("suite", "operation", "case", "by", "amount", "unit", "seconds", "spread", "of"),
+        *("share", "target", "error", "allowed", "note", "rate", "correct", "reached"),
+    ]
+
+
+def test_a_backend_that_is_wrong_is_found(monkeypatch):
+    """A check ends with exit code 1, and says what is wrong."""
+    right = TorchCPU.attend
+
+    def off(self, *arguments, **options):
+        return right(self, *arguments, **options) * 1.001
+
+    monkeypatch.setattr(TorchCPU, "attend", off)
+    done = run_here("bench", "cpu", *SMALL, "--check", "--only", "decode")
+    assert done.returncode == 1
+    assert "Wrong: decode, fp32, poisoned, 1 to 2,049, torch-cpu." in done.stdout
+
+
+def test_what_raises_is_wrong_and_leaves_the_rest(monkeypatch):
+    """A case that fails is a row with the reason; the others are measured."""
+    right = TorchCPU.copy_blocks
+
+    def broken(self, pairs):
+        if self.layout.dtype == "fp32":
+            msg = "no such luck"
+            raise ValueError(msg)
+        right(self, pairs)
+
+    monkeypatch.setattr(TorchCPU, "copy_blocks", broken)
+    done = run_here("bench", "cpu", "--quick", "--check", "--only", "copy")
+    assert done.returncode == 1
+    assert "failed: ValueError: no such luck" in done.stdout
+    assert "2 of 3 checked results are right" in done.stdout
+
+
+def test_reading_what_was_never_stored_is_wrong(monkeypatch):
+    """Whatever a sequence does not hold is NaN, and so is what depends on it."""
+    right = TorchCPU.plan
+
+    def longer(self, batch):
+        if {*batch.lengths} == {1}:  # each sequence sees a slot behind its last token
+            tables = [[*table, table[0]] for table in batch.block_tables]
+            contexts = [context + 1 for context in batch.contexts]
+            batch = attrs.evolve(batch, block_tables=tables, contexts=contexts)
+        return right(self, batch)
+
+    monkeypatch.setattr(TorchCPU, "plan", longer)
+    done = run_here("bench", "cpu", *SMALL, "--check", "--only", "decode")
+    assert done.returncode == 1
+    assert "WRONG: NaN" in done.stdout
+
+
+def test_decisions_are_measured(tmp_path):
+    """The cache with ids and without hits the same; missing peers say so."""
+    out = tmp_path / "bench.json"
+    done = run_here("bench", "cache", "sim", "--quick", "--out", out)
+    assert done.returncode == 0
+    document = json.loads(out.read_bytes())
+    assert document["wrong"] == 0
+    assert document["ceilings"] == []
+    assert {row["by"] for row in document["rows"]} >= {"OrderedDict", "KVCache", "kvcore"}
+    peers = [row for row in document["rows"] if row["by"] == "libcachesim"]
+    assert all(row["seconds"] or row["note"].startswith("not available") for row in peers)
+    assert "120 requests, blocks of 16" in done.stdout
+
+
+def test_check_measures_no_times():
+    """Tables have no columns for them."""
+    done = run_here("bench", "sim", "--check", "--quick")
+    assert done.returncode == 0
+    assert "result" in done.stdout
+    assert "share" not in done.stdout
+
+
+@pytest.mark.skipif(
+    Plugins().get("backend", "torch-cuda").unavailable() is None, reason="there is a GPU"
+)
+def test_without_a_gpu_the_reason_is_told():
+    """It says what is missing, and what to run where; the suite is not among those run."""
+    done = run_here("bench", "gpu")
+    assert done.returncode == 3
+    assert "bench gpu needs a GPU: " in done.stderr
+    assert "python -m kvcore.testing.gpu" in done.stderr
+    assert available_suites() == ["cpu", "cache", "sim"]
+
+
+def test_the_suite_of_a_gpu_on_another_backend():
+    """All its checks pass on the CPU."""
+    arguments = ("--backend", "torch-cpu:attention=sdpa", "--check", "--quick")
+    document = told("gpu", *arguments, "--dtype", "bf16", "--only", "decode,copy,swap")
+    assert document["wrong"] == 0
+    assert sum(row["correct"] is True for row in document["rows"]) > 10
+    assert any("ragged" in row["case"] for row in document["rows"])
+
+
+def test_a_deadline_ends_a_suite():
+    """What was not begun is a row that says so."""
+    document = told("cpu", *SMALL, "--only", "copy", "--deadline", "0.000001")
+    assert [row["note"] for row in document["rows"]] == [
+        "not measured: the deadline of 1e-06 s has passed"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cpu", "--only", "sing"], "no operation 'sing'; there are: decode, store"),
+        (["cpu", "--dtype", "fp7"], "no dtype 'fp7'; there are: fp64"),
+        (["sim", "--backend", "torch-cpu"], "--backend torch-cpu: suites cpu and gpu"),
+        (["disk"], "'disk' is not one of"),
+    ],
+)
+def test_what_there_is_not_is_refused(arguments, message):
+    """The error names what was asked, and what there is."""
+    done = run_here("bench", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def report(**fields):
+    """Return the text of the one row of a report."""
+    row = Row(suite="gpu", operation="copy", case="bf16", by="torch-cuda", **fields)
+    result = BenchResult(machine={}, settings=Settings(), ceilings=[], rows=[row], seconds=1)
+    return BenchReport(result)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cell"),
+    [
+        ({"seconds": 3e-5, "target": Target(seconds=4e-5)}, "≤ 40 µs: reached"),
+        ({"seconds": 5e-5, "target": Target(seconds=4e-5)}, "≤ 40 µs: missed"),
+        ({"seconds": 1.0, "share": 0.95, "target": Target(share=0.9)}, "≥ 0.90: reached"),
+        ({"target": Target(share=0.9)}, "≥ 0.90"),
+        ({"error": float("nan")}, "WRONG: NaN"),
+        ({"error": 0.5, "allowed": 0.1}, "WRONG: off by 5.0e-01"),
+        ({"error": 0.0}, "exact"),
+    ],
+)
+def test_cells(fields, cell):
+    """Targets say whether they are reached, results whether they are right."""
+    found = report(**fields)
+    assert cell in next(iter(found.rows))
+    if "seconds" in fields:
+        assert "targets are reached" in found.reading

@@ -1,0 +1,108 @@
+"""The command that runs all that needs a GPU: its parts by themselves, what it prints."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+
+from kvcore.testing.gpu import __main__ as gpu
+
+JUNIT = """<testsuites><testsuite tests="3" failures="{0}" errors="0" skipped="1">
+<testcase classname="K" name="one">{1}</testcase><testcase classname="K" name="two"/>
+<testcase classname="K" name="three"><skipped/></testcase></testsuite></testsuites>"""
+
+
+def faked(monkeypatch, *, failing=(), wrong=0):
+    """Let no process run; what it would write is there. `failing` parts end otherwise."""
+
+    def run(command, limit, *_):
+        part = "check" if "--check" in command else "bench"
+        for name in ("TestConformance", "test_twin"):
+            if name in command:
+                part = name
+        if part in failing:
+            if failing[part] == "late":
+                raise subprocess.TimeoutExpired(command, limit, output=b"so far")
+            if failing[part] == "dead":
+                return subprocess.CompletedProcess(command, -11, "a fault", "")
+        if part.startswith(("Test", "test")):
+            body = ("1", "<failure/>") if part in failing else ("0", "")
+            target = next(word for word in command if word.startswith("--junitxml="))
+            Path(target.partition("=")[2]).write_text(JUNIT.format(*body))
+        else:
+            row = {"reached": True}
+            document = {"rows": [row, {"reached": None}], "wrong": wrong}
+            Path(command[command.index("--out") + 1]).write_text(json.dumps(document))
+        return subprocess.CompletedProcess(command, int(part in failing or wrong > 0), "t", "")
+
+    monkeypatch.setattr(gpu, "_run", run)
+
+
+def told(tmp_path, *arguments):
+    """Run the command; return its exit code and the document that it writes."""
+    out = tmp_path / "gpu.json"
+    code = gpu.main(["--backend", "torch-cpu", "--json", str(out), *arguments])
+    return code, json.loads(out.read_bytes())
+
+
+def test_all_parts_are_told(monkeypatch, tmp_path, capsys):
+    """A line for each part, the tables of the benchmark, and a document with all of it."""
+    faked(monkeypatch)
+    code, document = told(tmp_path)
+    assert code == 0
+    assert list(document["parts"]) == ["conformance", "twin", "check", "bench"]
+    assert document["parts"]["twin"]["summary"] == ("2 passed, 0 failed, 1 skipped")
+    assert document["parts"]["bench"]["summary"] == ("2 rows, 0 wrong, 1 of 1 targets reached")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if " ok " in line] == list(document["parts"])
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch, tmp_path):
+    """One is late, one dies, one has a failed test: the last is run, and the exit code is 1."""
+    failing = {"TestConformance": "dead", "test_twin": "failed", "check": "late"}
+    faked(monkeypatch, failing=failing)
+    code, document = told(tmp_path)
+    parts = document["parts"]
+    assert code == 1
+    assert [part["ok"] for part in parts.values()] == [False, False, False, True]
+    assert parts["conformance"]["summary"] == "pytest exited with -11"
+    assert parts["conformance"]["details"]["output"] == "a fault"
+    assert parts["twin"]["details"]["failed"] == ["K.one"]
+    assert parts["check"]["summary"].startswith("stopped after ")
+    assert parts["check"]["details"]["output"] == "so far"
+
+
+def test_wrong_results_fail(monkeypatch, tmp_path):
+    """A benchmark with a wrong row is no success."""
+    faked(monkeypatch, wrong=1)
+    code, document = told(tmp_path)
+    assert code == 1
+    assert document["parts"]["check"]["summary"].startswith("2 rows, 1 wrong")
+
+
+def test_the_deadline_is_kept(monkeypatch, tmp_path):
+    """Without time nothing is run, and that is told."""
+    faked(monkeypatch)
+    code, document = told(tmp_path, "--deadline", "0.5")
+    assert code == 1
+    summaries = {part["summary"] for part in document["parts"].values()}
+    assert summaries == {"not run: no time was left"}
+
+
+def test_a_backend_that_cannot_work(monkeypatch, capsys):
+    """It ends with the reason before anything is run."""
+    from kvcore_plugins.backend import TorchCPU  # noqa: PLC0415 - needs torch
+
+    monkeypatch.setattr(TorchCPU, "unavailable", classmethod(lambda _: "it is Sunday"))
+    assert gpu.main(["--backend", "torch-cpu"]) == 3
+    assert "torch-cpu cannot work here: it is Sunday" in capsys.readouterr().err
+
+
+def test_its_tests_run(tmp_path):
+    """Tests of the device run by themselves, in a process, without those of the checkout."""
+    run = gpu._tests("room")
+    ok, summary, _ = run("torch-cpu", tmp_path, 60.0)
+    assert (ok, summary) == (True, "1 passed, 0 failed, 0 skipped")

@@ -1,0 +1,269 @@
+"""The kernels that store, copy and swap, in Triton's interpreter; and as compilers see them."""
+
+import os
+import subprocess
+import sys
+from math import nan
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore_plugins.backend import TorchCPU
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from kvcore_plugins.backend import _coded_pool, _pool  # noqa: E402 - these need torch
+from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: E402 - needs Triton
+from kvcore_plugins.backend.kernels.store import (  # noqa: E402 - likewise
+    store_coded,
+    store_rows,
+    way_of,
+)
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off"
+    ),
+    # What the interpreter does with numpy.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def drawn(*shape, seed=0):
+    """Return normally distributed numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("width", [128, 80, 24])
+def test_stores_rows(width, dtype):
+    """Each row is in its slot, as given, and no other slot is written."""
+    rows, slots = drawn(11, 3, width).to(dtype), torch.randperm(100)[:33]
+    found, expected = (torch.full((100, width), nan, dtype=dtype) for _ in range(2))
+    store_rows(rows, slots, found)
+    expected[slots] = rows.flatten(0, 1)
+    assert found.nan_to_num(-1).equal(expected.nan_to_num(-1))
+
+
+def test_stores_rows_that_lie_apart():
+    """Rows may be a part of a larger tensor, as the K of a fused projection is."""
+    both = drawn(11, 6, 16)
+    out, slots = torch.zeros(33, 16), torch.arange(33)
+    store_rows(both[:, 1::2], slots, out)
+    assert out.equal(both[:, 1::2].flatten(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int8",
+        "fp8-e4m3",
+        "fp8-e4m3:factor=0.25",
+        "fp8-e4m3:scale=head",
+        "fp8-e5m2",
+        "fp8-e5m2:scale=head",
+    ],
+)
+def test_stores_codes(spec, dtype):
+    """Codes and scales are the codec's to the bit, also of zeros, NaN and what is too great."""
+    codec = Plugins().build("codec", spec)
+    rows = (3 * drawn(9, 2, 80)).to(dtype)
+    rows[2] /= 4096
+    rows[3], rows[4, 1, 3], rows[5, 0, 7] = 0, 1e9, nan
+    planes = [torch.zeros(50, p.bytes, dtype=torch.uint8) for p in codec.planes("keys", 1, 80)]
+    slots = torch.randperm(50)[:18]
+    store_coded(rows, slots, planes, codec, way_of(codec, "keys", dtype))
+    coded = codec.encode("keys", rows.flatten(0, 1)[:, None])
+    lost = rows.flatten(0, 1).isnan()
+    if len(planes) > 1:  # a NaN makes the scale NaN, and the codes mean nothing
+        lost |= lost.any(1, keepdim=True)
+    found = [
+        plane[slots].view(data.dtype).view(data.shape).float()
+        for plane, data in zip(planes, coded, strict=True)
+    ]
+    expected = [data.float() for data in coded]
+    assert found[0][:, 0][~lost].equal(expected[0][:, 0][~lost])
+    if spec.startswith("fp8") and len(planes) == 1:
+        assert found[0].isnan().equal(lost[:, None])
+    for scales, right in zip(found[1:], expected[1:], strict=True):
+        assert scales.nan_to_num(-1).equal(right.nan_to_num(-1))
+
+
+def test_codecs_without_a_kernel():
+    """They are coded by their own functions."""
+    for spec in ("int4", "int8:keys=channel", "kivi:bits=2"):
+        assert way_of(Plugins().build("codec", spec), "keys", torch.float32) is None
+    assert way_of(Plugins().build("codec", "int8"), "keys", torch.float64) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [
+        (torch.float32, (32, 48)),
+        (torch.bfloat16, (4200, 16)),
+        (torch.float16, (5, 7)),
+        (torch.uint8, (3, 9)),
+    ],
+)
+def test_moves_rows(dtype, widths):
+    """Rows of all matrices move at once, however they are aligned; no other row changes."""
+    matrices = [drawn(20, width, seed=width).mul(50).to(dtype) for width in widths]
+    expected = [each.clone() for each in matrices]
+    mover, sources, targets = RowMover(matrices), torch.tensor([3, 5]), torch.tensor([0, 19])
+    mover.copy(sources, targets)
+    for each in expected:
+        each[targets] = each[sources]
+    assert all(map(torch.equal, matrices, expected))
+    stage = mover.gather(sources)
+    held = [each[sources].view(torch.uint8) for each in matrices]
+    assert stage.equal(torch.cat(held, 1))
+    mover.scatter(stage, torch.tensor([11, 10]))
+    assert all(each[[11, 10]].equal(each[[3, 5]]) for each in matrices)
+
+
+OVERLAPS = {
+    "chain": [(0, 1), (1, 2), (2, 3)],
+    "cycle": [(0, 1), (1, 2), (2, 0)],
+    "fan": [(0, 1), (0, 2), (3, 0), (5, 5), (6, 7)],
+}
+"""Pairs of which some read what others write."""
+
+
+@pytest.mark.parametrize("way", ["kernel", "rows", "index"])
+@pytest.mark.parametrize("pairs", OVERLAPS.values(), ids=OVERLAPS)
+def test_copies_overlapping_blocks(monkeypatch, pairs, way):
+    """All sources are read before a target is written, in every way to copy."""
+    monkeypatch.setattr(_pool, "kernels_for", lambda _: way == "kernel")
+    monkeypatch.setattr(_pool, "LONG_ROW", 1 if way == "rows" else 1 << 40)
+    backend = TorchCPU()
+    backend.allocate(
+        TensorLayout(blocks=8, block_size=4, layers=2, kv_heads=2, head_dim=8, value_dim=12)
+    )
+    before = []
+    for layer in (0, 1):
+        for part in backend.layer_blocks(layer):
+            part.copy_(drawn(*part.shape, seed=layer))
+            before.append(part.clone())
+    backend.copy_blocks(pairs)
+    after = [part for layer in (0, 1) for part in backend.layer_blocks(layer)]
+    for old, new in zip(before, after, strict=True):
+        expected = old.clone()
+        for source, target in pairs:
+            expected[target] = old[source]
+        assert new.equal(expected)
+
+
+@pytest.mark.parametrize("spec", [None, "int8", "fp8-e4m3", "int4", "kivi:bits=4"])
+def test_backends_store_alike(monkeypatch, spec):
+    """What a backend has stored, copied and swapped is the same with kernels and without."""
+    codec = None if spec is None else Plugins().build("codec", spec)
+    found = []
+    for kernels in (True, False):
+        for module in (_pool, _coded_pool):
+            monkeypatch.setattr(module, "kernels_for", lambda _, known=kernels: known)
+        backend = TorchCPU()
+        sizes = {"block_size": 32, "layers": 1, "kv_heads": 2, "head_dim": 32, "value_dim": 64}
+        backend.allocate(TensorLayout(blocks=6, dtype="fp16", codec=codec, **sizes))
+        plan = backend.plan(RaggedBatch([[4, 1]], [0], [43]))
+        rows = (drawn(43, 2, width, seed=width).half() for width in (32, 64))
+        backend.store(0, plan, *rows)
+        backend.copy_blocks([(4, 0), (1, 4)])
+        backend.swap_in(backend.swap_out([0, 4]), [2, 3])
+        found.append(backend.read(0, [2, 3], 43))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("way", ["kernel", "index", "runs"])
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+def test_swaps_with_memory_elsewhere(monkeypatch, way, together):
+    """Blocks go by a stage, or row by row, to memory that is not the pool's, and come back."""
+    # Not equal to that of tensors, which have no number; otherwise the same.
+    monkeypatch.setattr(_pool.Pool, "device", torch.device("cpu", 0))
+    monkeypatch.setattr(_pool, "kernels_for", lambda _: way == "kernel")
+    monkeypatch.setattr(_pool, "LONG_RUN", 1 if way == "runs" else 1 << 40)
+    backend = TorchCPU()
+    sizes = {"block_size": 4, "layers": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 12}
+    backend.allocate(TensorLayout(blocks=8, together=together, **sizes))
+    for layer in (0, 1):
+        for part in backend.layer_blocks(layer):
+            part.copy_(drawn(*part.shape, seed=layer))
+    before = [backend.read_heads(1, part, [5, 0, 3], 12) for part in ("keys", "values")]
+    backend.swap_in(backend.swap_out([5, 0, 3]), [7, 1, 2])
+    buffer = backend.host_buffer(3)
+    backend.read_blocks([7, 1, 2], buffer)
+    backend.fill(nan, [5, 0, 3, 7, 1, 2])
+    backend.write_blocks([0, 3, 5], buffer)
+    after = [backend.read_heads(1, part, [0, 3, 5], 12) for part in ("keys", "values")]
+    assert all(map(torch.equal, before, after))
+
+
+COMPILED = r"""
+import re, subprocess, sys, tempfile, triton
+from pathlib import Path
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from kvcore_plugins.backend.kernels import copy, store
+
+programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+even = [["tt.divisibility", 16]]
+def check(kernel, signature, constants, widest):
+    names = list(signature) + list(constants)
+    kinds = signature | dict.fromkeys(constants, "constexpr")
+    attributes = {(names.index(n),): even for n in signature if signature[n] != "fp32"}
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature=kinds, constexprs=constants, attrs=attributes
+    )
+    for capability in (80, 90):
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                              options={"num_warps": 4})
+        ptx = made.asm["ptx"]
+        for access in ("ld.global", "st.global"):
+            assert any(f"{access}.{wide}" in ptx for wide in widest), (capability, access)
+        assert made.metadata.shared <= 49152
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "kernel.ptx"
+            file.write_text(ptx)
+            name = re.search(r"\.target (\w+)", ptx)[1]
+            told = "".join(  # of several assemblers the newer one knows newer code
+                subprocess.run(
+                    [program, "-v", f"--gpu-name={name}", file, "-o", f"{file}.cubin"],
+                    capture_output=True, text=True, check=False).stderr
+                for program in programs.glob("ptxas*"))
+        assert "0 bytes spill stores, 0 bytes spill loads" in told, told
+
+check(
+    copy._move,
+    {"matrices": "*i64", "stage": "*i64", "sources": "*i64", "targets": "*i64",
+     "stage_words": "i32"},
+    {"word": tl.int64, "pair": 2, "chunk": 1024, "from_stage": False, "to_stage": False},
+    ("v2.b64",),
+)
+shape = {"width": 128, "columns": 128, "per_program": store.ROWS, "precision": 3, "bias": 7}
+rows = {"rows": "*bf16", "slots": "*i64", "out": "*bf16", "scales": "*bf16", "count": "i32",
+        "heads": "i32", "token_stride": "i32", "head_stride": "i32", "factor": "fp32",
+        "greatest": "fp32"}
+check(store._store, rows, shape | {"way": store.PLAIN}, ("v4.b32", "v2.b64"))
+for way in (store.FP8, store.FP8_BY_HEAD, store.GRID):
+    check(
+        store._store,
+        rows | {"out": "*u8", "scales": "*fp16"},
+        shape | {"way": way},
+        ("v4.b32", "v2.b64", "v2.b32"),
+    )
+"""
+"""Compiles kernels for GPUs that need not be there."""
+
+
+def test_compiles_for_gpus(tmp_path):
+    """For sm_80 and sm_90 rows go 16 bytes at a time, and no register is spilled."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
