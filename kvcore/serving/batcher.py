@@ -284,7 +284,7 @@ class WaitingQueue:
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
-            if entries.get(entry[3]) is entry:
+            if entries.get(entry[3]) == entry:
                 return entry[3]
             heappop(heap)
         return None

@@ -252,7 +252,7 @@ class DecodeBatch:
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or commits a block."""
         finish, ends = self._finish, self._ends
-        while ends.get(finish[0][3]) is not finish[0]:
+        while ends.get(finish[0][3]) != finish[0]:
             heappop(finish)
         count = self.steps.count
         steps = finish[0][0] - count
@@ -268,10 +268,10 @@ class DecodeBatch:
         done: list[Job] = []
         while finish and finish[0][0] <= count:
             end = heappop(finish)
-            if self._ends.get(end[3]) is end:
-                done.append(end[3])
-        for job in done:
-            self.remove(job)
+            job = end[3]
+            if self._ends.get(job) == end:
+                self.remove(job)
+                done.append(job)
         return done
 
     def committers(self) -> list[Job]:
