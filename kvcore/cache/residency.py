@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.cache.layout import common_prefix
 from kvcore.cache.span import Span
+from kvcore.compiled import mypyc_attr
 from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
@@ -28,6 +29,7 @@ ENTRY = 4
 """The length of a `Transition` that says what was stored."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Refaults:
     """Counts blocks that are stored again after at most `window` others were evicted.
 
@@ -138,6 +140,7 @@ COUNTS = [0, *(digit * 10**zeros for zeros in range(3) for digit in SERIES), 100
 """Likewise of numbers of hits."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Residency:
     """Statistics of one tier: how long blocks rest until they are hit or evicted.
 

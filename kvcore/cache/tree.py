@@ -28,6 +28,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
+from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
@@ -50,6 +51,7 @@ class Watcher(Protocol):
         """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 

@@ -120,13 +120,16 @@ class Verbs(click.Group):
 
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
-    """Print the installed version, and end."""
+    """Print the installed version, and whether its hot path is compiled, and end."""
     if not wanted or ctx.resilient_parsing:
         return
     from importlib import metadata  # noqa: PLC0415 - slow, and no verb needs it
+    from importlib.util import find_spec  # noqa: PLC0415 - likewise
 
+    # The library in which the build puts all that it compiles.
+    kind = "compiled" if find_spec("kvcore__mypyc") else "pure Python"
     try:
-        click.echo(f"kvcore {metadata.version('kvcore')}")
+        click.echo(f"kvcore {metadata.version('kvcore')} ({kind})")
     except metadata.PackageNotFoundError as error:
         msg = "kvcore is not installed, so it has no version; run `pip install -e .`"
         raise PluginError(msg) from error
@@ -160,7 +163,7 @@ def help_page(ctx: click.Context, words: tuple[str, ...]) -> None:
     is_eager=True,
     expose_value=False,
     callback=print_version,
-    help="Print the version and exit.",
+    help="Print the version, and whether the hot path is compiled, and exit.",
 )
 @click.pass_context
 def kvcore(ctx: click.Context) -> None:

@@ -244,10 +244,12 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
     frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]
     where = f"{Path(frame[0].filename).name}:{frame[0].lineno}, {frame[0].name}"
-    return PolicyError(
+    found = PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
     )
+    found.__cause__ = error  # compiled code ignores the `from` of a `raise`
+    return found
 
 
 def raise_policy_error(plugin: Plugin, method: str, error: BaseException) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 from kvcore.cache import EvictionPolicy, KVCache
+from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError, PolicyError
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
@@ -303,6 +304,7 @@ _PATIENCE = 100
 """Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Batcher:
     """Carries out the decisions of the scheduler.
 

@@ -27,6 +27,7 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
@@ -54,6 +55,7 @@ NEVER = INT64_LIMIT
 """A time (ns) that does not come: the clock ends before it."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals:
     """The requests of a workload in the order in which they arrive.
 
@@ -187,6 +189,7 @@ UNJUDGED, MISSED, MET = -1, 0, 1
 """How a request fared by its SLO: nothing can be judged, it has missed it, it has met it."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RunLog:
     """Columns of a run, one row a request, in the order in which these ended.
 
@@ -335,6 +338,7 @@ class ServiceEstimates:
         return StepWork(0, (0,) * len(pairs), count, tuple(count * each for each in pairs))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ServingLoop:
     """Serves requests, step by step of the batch, as many steps at once as change nothing.
 

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib import metadata
+from importlib import metadata, util
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -303,11 +303,15 @@ def test_bugs_are_not_hidden(verb):
         frame.run(["act"])
 
 
-def test_version_is_the_installed_one(monkeypatch, capsys):
-    """`--version` prints the name and the installed version."""
+@pytest.mark.parametrize(
+    ("library", "kind"), [(None, "pure Python"), (object(), "compiled")], ids=["no", "yes"]
+)
+def test_version_is_the_installed_one(library, kind, monkeypatch, capsys):
+    """`--version` prints the installed version, and whether compiled code is there."""
     monkeypatch.setattr(metadata, "version", {"kvcore": "1.2.3"}.__getitem__)
+    monkeypatch.setattr(util, "find_spec", {"kvcore__mypyc": library}.__getitem__)
     assert frame.run(["--version"]) == 0
-    assert capsys.readouterr().out == "kvcore 1.2.3\n"
+    assert capsys.readouterr().out == f"kvcore 1.2.3 ({kind})\n"
 
 
 def test_version_without_installation(monkeypatch, capsys):

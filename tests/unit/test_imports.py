@@ -27,7 +27,7 @@ HEAVY = [
 LAYERS = [
     {"errors"},
     {"units"},
-    {"extras", "files", "histogram", "host", "progress"},
+    {"compiled", "extras", "files", "histogram", "host", "progress"},
     {"notebook"},
     {"request"},
     {"plugins"},

@@ -1,0 +1,62 @@
+"""What the build of a wheel compiles, and when. `tox -e compiled` runs all tests against it."""
+
+import shutil
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from kvcore.plugins import Plugin
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def build():
+    """Return the module of the build hook."""
+    pytest.importorskip("hatchling")
+    spec = spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hook(build):
+    """Return the hook of a wheel."""
+    return build.Compile(str(ROOT), {}, None, None, "dist", "wheel")
+
+
+def test_a_wheel_is_pure_unless_asked_otherwise(hook, monkeypatch):
+    """Without KVCORE_COMPILE nothing is needed, and nothing is added."""
+    monkeypatch.delenv("KVCORE_COMPILE", raising=False)
+    assert hook.dependencies() == []
+    data = {"force_include": {}}
+    hook.initialize("standard", data)
+    assert data == {"force_include": {}}
+
+
+def test_an_editable_install_is_never_compiled(hook, monkeypatch):
+    """A checkout that is worked on stays Python, whatever is asked for."""
+    monkeypatch.setenv("KVCORE_COMPILE", "1")
+    data = {"force_include": {}}
+    hook.initialize("editable", data)
+    assert data == {"force_include": {}}
+
+
+def test_a_build_without_a_compiler_says_so(hook, monkeypatch):
+    """Who asks for compiled modules without a compiler hears what is missing and what to do."""
+    monkeypatch.setenv("KVCORE_COMPILE", "1")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(RuntimeError, match=r"is not found: install one, or build without"):
+        hook.initialize("standard", {"force_include": {}})
+
+
+def test_no_base_class_of_plugins_is_compiled(build):
+    """A plugin in Python cannot derive from what is compiled, so no plugin's class is."""
+    for path in build.MODULES:
+        module = import_module(path.removesuffix(".py").replace("/", "."))
+        classes = [each for each in vars(module).values() if isinstance(each, type)]
+        own = [each for each in classes if each.__module__ == module.__name__]
+        assert not [each for each in own if issubclass(each, Plugin)]
