@@ -54,7 +54,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
     assert value >= 0.7
 
 
-def _eviction_seconds(
+def eviction_seconds(
     policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000
 ) -> float:
     """Return the seconds an eviction takes with `leaves` one-block leaves cached."""
@@ -80,7 +80,7 @@ def _eviction_seconds(
 def test_many_leaves(policy: type[EvictionPolicy]) -> None:
     """An eviction costs the same with 200 and with 20,000 leaves, within noise and log n."""
     few, many = medians(
-        5, lambda: _eviction_seconds(policy, 200), lambda: _eviction_seconds(policy, 20_000)
+        5, lambda: eviction_seconds(policy, 200), lambda: eviction_seconds(policy, 20_000)
     )
     print(
         f"\n{policy.name}: {few * 1e6:.2f} µs per admission and eviction at 200 leaves, "
