@@ -62,7 +62,7 @@ class Arrivals:
     Open-loop requests are read as their time comes: memory holds one. A request that comes
     `after` another is sent `think` after that one's end, whatever time was recorded for it;
     from the first request of a session on, the rest of the workload is read at once, since
-    since a session may run ahead of its recording.
+    a session may run ahead of its recording.
 
     With `prefetches` more open-loop requests are read: all that come within the longest
     `prefetch` hint so far after the next one, so that it is known in time whom to load for.
