@@ -1,8 +1,8 @@
 """How hypothesis runs (always the same few examples; `thorough`: many), processes, coverage.
 
 What is measured for coverage are the tests of the folders `cli` and `unit`, with the processes
-that they start, and some conformance kits. The others run hardly anything that is not run by
-these, and take seven times as long while they are measured.
+that they start, but for a few slow ones, and some conformance kits. The others run hardly
+anything that is not run by these, and take seven times as long while they are measured.
 """
 
 import gc
@@ -46,6 +46,8 @@ PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 UNMEASURED = {"conformance", "docs", "golden", "properties"}
 KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
 """Conformance tests that are measured: quick ones, whose kits nothing else runs."""
+SLOW = {"test_plan_ray.py", "test_sweep_ray.py", "test_third_party.py"}
+"""Tests of `cli` that are not: what their many processes run, others run as well."""
 
 
 def pytest_collection_finish():
@@ -60,7 +62,8 @@ def pytest_runtest_protocol(item):
     package = sys.modules.get("coverage")
     measured = package.Coverage.current() if package else None
     folder, *_ = item.path.relative_to(TESTS).parts
-    if measured is None or folder not in UNMEASURED or item.path.name in KITS:
+    left_out = (folder in UNMEASURED and item.path.name not in KITS) or item.path.name in SLOW
+    if measured is None or not left_out:
         return (yield)
     measured.stop()
     # Coverage measures a process that finds these variables.
