@@ -42,13 +42,15 @@ DEADLINES = {"gpu": 480.0}
     "--only",
     metavar="LIST",
     default="",
-    help="Operations to measure, such as decode,store.  [default: all of the suite]",
+    show_default="all of the suite",
+    help="Operations to measure, such as decode,store.",
 )
 @click.option(
     "--dtype",
     metavar="LIST",
     default="",
-    help="Dtypes of K/V, such as bf16,fp32.  [default: those of the suite]",
+    show_default="those of the suite",
+    help="Dtypes of K/V, such as bf16,fp32.",
 )
 @click.option(
     "--backend",
@@ -56,12 +58,15 @@ DEADLINES = {"gpu": 480.0}
     help="Backend of the suites cpu and gpu, such as torch-cuda:attention=sdpa.",
     **plugin_completion("backend"),
 )
-@click.option("--threads", type=Count(), default=1, help="Number of threads of a CPU.")
+@click.option(
+    "--threads", type=Count(), default=1, metavar="N", help="Number of threads of a CPU."
+)
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Time after which no further case is begun.  [default: 480 with gpu, else none]",
+    show_default="480 with gpu, else none",
+    help="Time after which no further case is begun.",
 )
 @click.option("--out", callback=file_path, metavar="FILE", help="File for the JSON document.")
 @json_option
