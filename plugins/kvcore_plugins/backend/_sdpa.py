@@ -8,10 +8,12 @@ or group after the other into a buffer, and calls torch on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from math import sqrt
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 import torch
@@ -44,6 +46,10 @@ KEPT_MASK_BYTES = 1 << 26
 
 WEIGHED_BYTES = 1 << 24
 """Bytes of attention weights held at a time where they are summed up."""
+
+
+BY_POSITION = "a window is by the positions of a sequence that has lost tokens"
+"""Why torch computes a single token though there is a kernel."""
 
 
 GROUP_SPREAD = 64
@@ -181,6 +187,60 @@ class DecodeGroup:
     mask: Tensor | None
 
 
+class Single(NamedTuple):
+    """The only new token of a sequence: number and row in the step, and the tokens before."""
+
+    number: int
+    row: int
+    context: int
+
+
+class DecodeKernel(ABC):
+    """Attends from single new tokens to blocks where they lie, in place of torch."""
+
+    def refusal(self, group: int) -> str | None:
+        """Return why the kernel does not take so many query heads of a K/V head, or None."""
+        del group
+        return None
+
+    @abstractmethod
+    def plan(
+        self,
+        singles: list[Single],
+        tables: list[Tensor],
+        group: int,
+        window: int | None,
+        sinks: int,
+    ) -> Any:
+        """Return what the layers of a kind share; tables of all sequences are on the host."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        plan: Any,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        sums: list[Tensor] | None,
+    ) -> None:
+        """Compute the rows of the plan, `[rows, kv_heads, group, value_dim]` of `out`.
+
+        Attention weights are added to `sums` where these are given, as by `Sdpa.attend`.
+        """
+
+
+@attrs.frozen(eq=False)
+class KernelPart:
+    """Single new tokens that a `DecodeKernel` computes, as it has planned it."""
+
+    plan: Any
+
+
+Part: TypeAlias = Tile | DecodeGroup | KernelPart
+"""Some of the new tokens of a step."""
+
+
 @attrs.frozen
 class _Divider:
     """Divides the new tokens of steps into tiles and groups.
@@ -190,12 +250,16 @@ class _Divider:
         group_bytes: bytes of K/V of a layer that a group may gather.
         tile_bytes: bytes of K/V that a tile of a single token may gather.
         bags: whether tiles of a single token get `Tile.bags`.
+        kernel: what computes single tokens; None: torch, in groups and tiles.
+        state: is told why torch computes single tokens though there is a kernel.
     """
 
     pool: Pool
     group_bytes: int
     tile_bytes: int
     bags: bool
+    kernel: DecodeKernel | None
+    state: Callable[[str], None]
 
     def divide(
         self,
@@ -204,8 +268,8 @@ class _Divider:
         group: int,
         window: int | None,
         sinks: int,
-    ) -> Iterator[Tile | DecodeGroup]:
-        """Yield tiles and groups that hold every new token of the step once.
+    ) -> Iterator[Part]:
+        """Yield parts that hold every new token of the step once.
 
         `group` query heads share a K/V head; tables are on the host. O(blocks), and
         O(tokens) of groups.
@@ -233,6 +297,15 @@ class _Divider:
                 yield from self._tiles(
                     number, row, reach, tables[number], group, by_position=by_position
                 )
+            if length == 1 and self.kernel is not None:
+                self.state(BY_POSITION)
+        if singles and self._is_for_kernel(group):
+            assert self.kernel is not None
+            own = [
+                Single(number, firsts[number], batch.contexts[number]) for _, number in singles
+            ]
+            yield KernelPart(self.kernel.plan(own, tables, group, window, sinks))
+            return
         singles.sort(reverse=True)
         while singles:
             count = self._group_size([tokens for tokens, _ in singles])
@@ -247,6 +320,15 @@ class _Divider:
                 (number,) = members
                 reach = Reach.of(batch.contexts[number], 1, window, sinks, size)
                 yield from self._tiles(number, firsts[number], reach, tables[number], group)
+
+    def _is_for_kernel(self, group: int) -> bool:
+        """Return True if there is a kernel that takes `group` heads; state why it does not."""
+        if self.kernel is None:
+            return False
+        reason = self.kernel.refusal(group)
+        if reason is not None:
+            self.state(reason)
+        return reason is None
 
     @property
     def _token_bytes(self) -> int:
@@ -355,7 +437,7 @@ def _attended(context: int, window: int | None, sinks: int) -> int:
 class StepPlan:
     """A `RaggedBatch`, ready for `store` and `attend` of every layer.
 
-    Tiles and groups are made once for each kind of layer, which is how many query heads
+    Parts are made once for each kind of layer, which is how many query heads
     share a K/V head, a window, and sinks. Masks are kept for the layers that follow, up to
     `KEPT_MASK_BYTES` of them.
 
@@ -372,15 +454,15 @@ class StepPlan:
     key_slots: Tensor
     value_slots: Tensor
     writes: Writes | None
-    _parts: dict[tuple[int, int | None, int], list[Tile | DecodeGroup]] = attrs.field(
+    _parts: dict[tuple[int, int | None, int], list[Part]] = attrs.field(
         init=False, factory=dict
     )
     _masks: dict[Reach, Tensor] = attrs.field(init=False, factory=dict)
 
     def parts(
         self, divider: _Divider, group: int, window: int | None, sinks: int
-    ) -> list[Tile | DecodeGroup]:
-        """Return the tiles and groups of layers of a kind."""
+    ) -> list[Part]:
+        """Return the parts of layers of a kind."""
         kind = group, window, sinks
         if kind not in self._parts:
             self._parts[kind] = [*divider.divide(self.batch, self.tables, *kind)]
@@ -429,7 +511,9 @@ class Sdpa:
     SOSP 2023, for attention over block tables.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(
+        self, pool: Pool, kernel: DecodeKernel | None, state: Callable[[str], None]
+    ) -> None:
         group_bytes = tile_bytes = GPU_GATHER_BYTES
         on_cpu = pool.device.type == "cpu"
         if on_cpu:
@@ -438,7 +522,7 @@ class Sdpa:
         bags = on_cpu and isinstance(pool.values[0], LayerTensor)
         bags = bags and pool.dtype in {torch.float32, torch.float64}
         self._pool = pool
-        self._divider = _Divider(pool, group_bytes, tile_bytes, bags)
+        self._divider = _Divider(pool, group_bytes, tile_bytes, bags, kernel, state)
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -482,6 +566,10 @@ class Sdpa:
         grouped = queries.reshape(rows, layout.kv_heads, group, width)
         out = queries.new_empty(rows, layout.kv_heads, group, layout.value_dim)
         for part in plan.parts(self._divider, group, window, sinks):
+            if isinstance(part, KernelPart):
+                assert self._divider.kernel is not None
+                self._divider.kernel.attend(layer, part.plan, grouped, out, scale, sums)
+                continue
             if isinstance(part, DecodeGroup):
                 self._attend_group(layer, part, grouped, out, scale, sums)
                 continue

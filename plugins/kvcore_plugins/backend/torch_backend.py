@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import attrs
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcore_plugins.backend._pool import Pool
-    from kvcore_plugins.backend._sdpa import Sdpa, StepPlan
+    from kvcore_plugins.backend._sdpa import DecodeKernel, Sdpa, StepPlan
 
 
 ONE_THREAD = 10**7
@@ -34,6 +35,13 @@ with two, and 92 ms with two that had to share their cores.
 """
 
 
+Attention: TypeAlias = Literal["triton", "sdpa"]
+"""What computes attention."""
+
+
+attention_validator = attrs.validators.optional(attrs.validators.in_(get_args(Attention)))
+
+
 @attrs.define(slots=False, eq=False)
 class TorchBackend(Backend):
     """Keeps K/V in one torch tensor, or the planes of a codec, a tensor each.
@@ -44,9 +52,11 @@ class TorchBackend(Backend):
 
     takes_codecs: ClassVar[bool] = True
 
-    attention: Literal["sdpa"] = attrs.field(
-        default="sdpa", validator=attrs.validators.in_(("sdpa",)), kw_only=True
+    attention: Attention | None = attrs.field(
+        default="sdpa", validator=attention_validator, kw_only=True
     )
+
+    fallbacks: tuple[str, ...] = attrs.field(init=False, default=())
 
     _pool: Pool = attrs.field(init=False, default=None, repr=False)
     _kernel: Sdpa = attrs.field(init=False, default=None, repr=False)
@@ -111,8 +121,37 @@ class TorchBackend(Backend):
                 self._pool = CodedPool(layout, codec, self.torch_device, self.upload)
         except (RuntimeError, OSError, OverflowError) as error:
             raise _too_little(layout, free, str(self.torch_device)) from error
-        self._kernel = Sdpa(self._pool)
+        self.fallbacks = ()
+        self._kernel = Sdpa(self._pool, self._decode_kernel(), self._fall_back)
         self.layout = layout
+
+    def _decode_kernel(self) -> DecodeKernel | None:
+        """Return what computes decoding sequences; None: torch, as everything else.
+
+        Raises:
+            InputError: it was asked for, and cannot be had.
+        """
+        if self.attention == "sdpa":
+            return None
+        reason = without_triton()
+        if reason is None:
+            from kvcore_plugins.backend import _triton_decode  # noqa: PLC0415 - Triton's
+
+            reason = _triton_decode.uncovered(self._pool)
+            if reason is None:
+                return _triton_decode.TritonDecode(self._pool)
+        if self.attention is None:
+            self._fall_back(reason)
+            return None
+        msg = f"{self.name}: attention=triton: {reason}; take attention=sdpa"
+        raise InputError(msg)
+
+    def _fall_back(self, reason: str) -> None:
+        """Keep and log, once, why torch computes what a kernel was to compute."""
+        if reason not in self.fallbacks:
+            self.fallbacks += (reason,)
+            text = "%s: attention is by torch's sdpa where Triton's kernel was wanted: %s"
+            getLogger("kvcore").warning(text, self.name, reason)
 
     def check(self, layout: TensorLayout) -> None:
         """Raise InputError for a layout that the device cannot take. None unless overridden."""
@@ -369,6 +408,13 @@ class TorchBackend(Backend):
                 f"layout need {list(shape)} of {self._pool.dtype}"
             )
             raise InputError(msg)
+
+
+def without_triton() -> str | None:
+    """Return that Triton is not installed, if it is not."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install 'kvcore[triton]'"
+    return None
 
 
 def _too_little(layout: TensorLayout, free: int | None, device: str) -> StorageError:

@@ -18,7 +18,9 @@ class TorchCPU(TorchBackend):
     Takes fp64, fp32, fp16 and bf16, and any head size. Needs torch.
 
     Options:
-        attention: what computes attention; `sdpa` is torch's own function over gathered K/V.
+        attention: what computes attention; `sdpa` is torch's own function over gathered K/V,
+            `triton` the kernel for GPUs, for tests: in Triton's interpreter
+            (`TRITON_INTERPRET=1`).
     """
 
     name: ClassVar[str] = "torch-cpu"

@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import InputError
 from kvcore.engine import DeviceMemory, TensorLayout
-from kvcore_plugins.backend.torch_backend import TorchBackend
+from kvcore_plugins.backend.torch_backend import Attention, TorchBackend, attention_validator
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +30,18 @@ class TorchCUDA(TorchBackend):
     with CUDA, and a driver.
 
     Options:
-        attention: what computes attention; `sdpa` is torch's own function over gathered K/V.
+        attention: what computes attention of decoding sequences: `triton` is a kernel that
+            reads blocks where they lie, `sdpa` torch's own function over gathered K/V. None:
+            `triton`, and `sdpa` where that is missing or cannot, which is logged.
         device: number of the GPU.
         pin: whether to stage in pinned memory.
     """
 
     name: ClassVar[str] = "torch-cuda"
 
+    attention: Attention | None = attrs.field(
+        default=None, validator=attention_validator, kw_only=True
+    )
     device: int = attrs.field(default=0, validator=attrs.validators.ge(0), kw_only=True)
     pin: bool = attrs.field(default=True, kw_only=True)
 

@@ -1,0 +1,503 @@
+"""Attention of single new tokens over the blocks of a pool, where they lie. Needs Triton.
+
+The context of each sequence is cut into chunks. A program attends to one chunk for the query
+heads that share a K/V head, and a second kernel combines the chunks of a sequence:
+
+    sequence 0  |  chunk  |  chunk  |  chunk  |   ->  partial outputs  ->  combined
+    sequence 1  | chunk |                         ->  output
+                    |
+                    | tile | tile | ... | tile |     64 tokens each: one or more blocks
+
+Source: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023, for
+the split along the context; Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018, for how its parts are combined; Kwon et al., "Efficient memory management for
+large language model serving with PagedAttention", SOSP 2023, for blocks.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
+# ruff: noqa: ANN001, ANN202 - Triton takes annotations for types of its own
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+PLAIN, FP8, FP8_BY_HEAD, INT8_BY_TOKEN, INT4_BY_TOKEN = range(5)
+"""How a head of a token is stored. Kernels read no globals: they have the numbers."""
+
+
+@triton.jit
+def _widened(numbers, bits: tl.constexpr, dot: tl.constexpr):
+    """Return fp8 as a dtype that can be multiplied.
+
+    `bits` says what is given: 0: numbers of fp8, 5: bytes of E5M2, which are upper bytes of
+    fp16, 4: bytes of E4M3, which become a 256th of the number; NaN stays NaN.
+    """
+    if bits == 0:
+        return numbers.to(tl.float16).to(dot)
+    if bits == 5:
+        return (numbers.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(dot)
+    # s eeee mmm becomes s 0eeee mmm0000000. A carry finds NaN, which has all bits set.
+    wide = numbers.to(tl.int8, bitcast=True).to(tl.int16) << 7
+    wide = wide & -0x4001
+    wide = wide | ((wide + 0x80) & 0x4000)
+    return wide.to(tl.float16, bitcast=True).to(dot)
+
+
+@triton.jit
+def _grid(word):
+    """Return the scale and the zero of a grid, from the two numbers of fp16 in a word."""
+    scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def _scores(
+    low, high, sums, keys, grid, scale, way: tl.constexpr, bits: tl.constexpr, dot: tl.constexpr
+):
+    """Return the scores of queries and a tile of keys, `[heads, tokens]`, in log2.
+
+    `low` are the queries, and with codes of 4 bits the first half of their channels, `high`
+    the second; `sums` their sums. Scales and zeros of a token are applied to its score.
+    """
+    if way == 0:
+        return tl.dot(low, keys.to(dot), input_precision="ieee") * scale
+    if way == 1:
+        return tl.dot(low, _widened(keys, bits, dot), input_precision="ieee") * scale
+    if way == 2:
+        found = tl.dot(low, _widened(keys, bits, dot), input_precision="ieee")
+        return found * (grid.to(tl.float32) * scale)[None, :]
+    step, zero = _grid(grid)
+    if way == 3:
+        # Steps are counted from the middle, so that nothing large cancels.
+        zero += 128 * step
+        found = tl.dot(low, (keys.to(tl.int16) - 128).to(dot), input_precision="ieee")
+    else:
+        zero += 8 * step
+        found = tl.dot(low, ((keys & 15).to(tl.int16) - 8).to(dot), input_precision="ieee")
+        upper = ((keys >> 4).to(tl.int16) - 8).to(dot)
+        found = tl.dot(high, upper, found, input_precision="ieee")
+    return (found * step[None, :] + sums[:, None] * zero[None, :]) * scale
+
+
+@triton.jit
+def _weighted(
+    weights,
+    values,
+    grid,
+    low,
+    high,
+    way: tl.constexpr,
+    bits: tl.constexpr,
+    dot: tl.constexpr,
+):
+    """Add a tile of values, weighted, to what there is: `low`, and `high` of 4-bit codes."""
+    weights = weights.to(dot)
+    if way == 0:
+        low = tl.dot(weights, values.to(dot), low, input_precision="ieee")
+    elif way == 1:
+        low = tl.dot(weights, _widened(values, bits, dot), low, input_precision="ieee")
+    elif way == 2:
+        unit: tl.constexpr = 256.0 if bits == 4 else 1.0
+        step = (grid.to(tl.float32) * unit).to(dot)
+        wide = _widened(values, bits, dot) * step[:, None]
+        low = tl.dot(weights, wide, low, input_precision="ieee")
+    else:
+        step, zero = _grid(grid)
+        half: tl.constexpr = 128 if way == 3 else 8
+        zero = (zero + half * step).to(dot)[:, None]
+        step = step.to(dot)[:, None]
+        if way == 3:
+            wide = (values.to(tl.int16) - half).to(dot) * step + zero
+            low = tl.dot(weights, wide, low, input_precision="ieee")
+        else:
+            wide = ((values & 15).to(tl.int16) - half).to(dot) * step + zero
+            low = tl.dot(weights, wide, low, input_precision="ieee")
+            wide = ((values >> 4).to(tl.int16) - half).to(dot) * step + zero
+            high = tl.dot(weights, wide, high, input_precision="ieee")
+    return low, high
+
+
+@triton.jit
+def _offsets(
+    blocks,
+    begin,
+    stride,
+    width: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    unit: tl.constexpr,
+):
+    """Return where the tokens of a tile begin, `[tile]`, from the ids of its blocks.
+
+    `begin` is the first token of the tile, `stride` the numbers from block to block, and all
+    is a multiple of `unit`. In 64 bits: a pool may have more than 2^31 numbers.
+    """
+    part: tl.constexpr = block_size if block_size < tile else tile
+    inside = tl.arange(0, part)
+    if block_size > tile:
+        inside += begin % block_size
+    firsts = blocks.to(tl.int64) * stride
+    places = firsts[:, None] + (inside * width)[None, :]
+    return tl.multiple_of(tl.reshape(places, [tile]), unit)
+
+
+@triton.jit
+def _ids(
+    table,
+    begin,
+    end,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Return the ids of the blocks of a tile: one for each block, or for a part of one."""
+    part: tl.constexpr = block_size if block_size < tile else tile
+    places = begin + tl.arange(0, tile // part) * part
+    return tl.load(table + places // block_size, mask=places < end, other=0)
+
+
+@triton.jit
+def _numbers(rows, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr):
+    """Load `[tile, padded]` numbers; what is beyond the width, or not seen, is zero."""
+    column = tl.arange(0, padded)
+    where = rows + offsets[:, None] + column[None, :]
+    if whole:
+        if padded == width:
+            return tl.load(where)
+        return tl.load(where, mask=(column < width)[None, :], other=0)
+    mask = seen[:, None]
+    if padded != width:
+        mask = mask & (column < width)[None, :]
+    return tl.load(where, mask=mask, other=0)
+
+
+@triton.jit
+def _across(rows, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr):
+    """Load what `_numbers` does, transposed, `[padded, tile]`."""
+    column = tl.arange(0, padded)
+    where = rows + offsets[None, :] + column[:, None]
+    if whole:
+        if padded == width:
+            return tl.load(where)
+        return tl.load(where, mask=(column < width)[:, None], other=0)
+    mask = seen[None, :]
+    if padded != width:
+        mask = mask & (column < width)[:, None]
+    return tl.load(where, mask=mask, other=0)
+
+
+@triton.jit
+def _grids(grids, offsets, seen, whole: tl.constexpr, way: tl.constexpr):
+    """Load what the codec has besides codes for each token of a tile: one number, or a word."""
+    if way < 2:
+        return 0
+    if whole:
+        return tl.load(grids + offsets)
+    return tl.load(grids + offsets, mask=seen, other=0)
+
+
+@triton.jit
+def _tile(
+    queries_low,
+    queries_high,
+    sums,
+    keys,
+    values,
+    key_grids,
+    value_grids,
+    blocks,
+    begin,
+    lo,
+    hi,
+    most,
+    total,
+    low,
+    high,
+    scale,
+    key_stride,
+    value_stride,
+    grid_stride,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    padded: tl.constexpr,
+    value_padded: tl.constexpr,
+    key_unit: tl.constexpr,
+    value_unit: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    way: tl.constexpr,
+    bits: tl.constexpr,
+    dot: tl.constexpr,
+    whole: tl.constexpr,
+):
+    """Attend to a tile: return the greatest scores, the sums of weights, and the outputs."""
+    token = begin + tl.arange(0, tile)
+    seen = (token >= lo) & (token < hi)
+    at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
+    read = _across(keys, at, width, padded, seen, whole)
+    at = _offsets(blocks, begin, value_stride, value_width, block_size, tile, value_unit)
+    given = _numbers(values, at, value_width, value_padded, seen, whole)
+    at = _offsets(blocks, begin, grid_stride, 1, block_size, tile, 1)
+    key_grid = _grids(key_grids, at, seen, whole, way)
+    value_grid = _grids(value_grids, at, seen, whole, way)
+    scores = _scores(queries_low, queries_high, sums, read, key_grid, scale, way, bits, dot)
+    if not whole:
+        scores = tl.where(seen[None, :], scores, -1e30)
+    greatest = tl.maximum(most, tl.max(scores, 1))
+    shrunk = tl.exp2(most - greatest)
+    weights = tl.exp2(scores - greatest[:, None])
+    total = total * shrunk + tl.sum(weights, 1)
+    low = low * shrunk[:, None]
+    if way == 4:
+        high = high * shrunk[:, None]
+    low, high = _weighted(weights, given, value_grid, low, high, way, bits, dot)
+    return greatest, total, low, high
+
+
+@triton.jit
+def _queries(
+    queries,
+    row,
+    head,
+    heads,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    full: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    way: tl.constexpr,
+    dot: tl.constexpr,
+):
+    """Load the queries that share a K/V head, `[rows, padded]`: see `_scores`."""
+    member, column = tl.arange(0, rows), tl.arange(0, padded)
+    first = queries + (row * heads + head) * group * full
+    where = first + member[:, None] * full + column[None, :]
+    mask = (member < group)[:, None] & (column < width)[None, :]
+    low = tl.load(where, mask=mask, other=0)
+    high, sums = low, tl.zeros([rows], tl.float32)
+    if way == 4:
+        high = tl.load(where + width, mask=mask, other=0)
+        sums = tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
+    if way == 3:
+        sums = tl.sum(low.to(tl.float32), 1)
+    return low.to(dot), high.to(dot), sums
+
+
+@triton.jit
+def attend_chunks(
+    queries,
+    keys,
+    values,
+    key_grids,
+    value_grids,
+    tables,
+    work,
+    out,
+    partial,
+    logs,
+    totals,
+    scale,
+    factor,
+    key_stride,
+    value_stride,
+    grid_stride,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    full: tl.constexpr,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    padded: tl.constexpr,
+    value_padded: tl.constexpr,
+    key_unit: tl.constexpr,
+    value_unit: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    stages: tl.constexpr,
+    way: tl.constexpr,
+    bits: tl.constexpr,
+    dot: tl.constexpr,
+    windowed: tl.constexpr,
+):
+    """Attend to one chunk of one sequence, for the query heads of one K/V head.
+
+    Grid: K/V heads x entries of the work list. An entry is empty where its chunk is.
+    `width` and `value_width` are numbers stored for a head, which is half of the channels,
+    `full` of them in a query, where codes have 4 bits. `totals` are the logarithms of the sums of weights of
+    whole sequences, where they are wanted.
+    """
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    entry = work + tl.program_id(1) * 5
+    lo, hi = tl.load(entry + 2), tl.load(entry + 3)
+    if lo < hi:
+        row, slot = tl.load(entry).to(tl.int64), tl.load(entry + 4).to(tl.int64)
+        table = tables + tl.load(entry + 1)
+        keys += head * block_size * width
+        values += head * block_size * value_width
+        if way >= 2:
+            key_grids += head * block_size
+            value_grids += head * block_size
+        low, high, sums = _queries(
+            queries, row, head, heads, group, rows, full, width, padded, way, dot
+        )
+        most = tl.full([rows], -1e30, tl.float32)
+        total = tl.zeros([rows], tl.float32)
+        lower = tl.zeros([rows, value_padded], tl.float32)
+        upper = lower
+        part: tl.constexpr = block_size if block_size < tile else tile
+        # Ids are of the tile to come: each is loaded while the tile before is computed.
+        begin = lo // part * part
+        end = begin + (hi - begin) // tile * tile
+        blocks = _ids(table, begin, hi, block_size, tile)
+        if windowed:
+            if (begin < lo) & (begin < end):
+                most, total, lower, upper = _tile(
+                    low, high, sums, keys, values, key_grids, value_grids, blocks, begin,
+                    lo, hi, most, total, lower, upper, scale, key_stride, value_stride,
+                    grid_stride, width, value_width, padded, value_padded, key_unit,
+                    value_unit, block_size, tile, way, bits, dot, False,
+                )  # fmt: skip
+                begin += tile
+                blocks = _ids(table, begin, hi, block_size, tile)
+        for first in tl.range(begin, end, tile, num_stages=stages):
+            now = blocks
+            blocks = _ids(table, first + tile, hi, block_size, tile)
+            most, total, lower, upper = _tile(
+                low, high, sums, keys, values, key_grids, value_grids, now, first, lo, hi,
+                most, total, lower, upper, scale, key_stride, value_stride, grid_stride,
+                width, value_width, padded, value_padded, key_unit, value_unit, block_size,
+                tile, way, bits, dot, True,
+            )  # fmt: skip
+        if end < hi:
+            most, total, lower, upper = _tile(
+                low, high, sums, keys, values, key_grids, value_grids, blocks, end, lo, hi,
+                most, total, lower, upper, scale, key_stride, value_stride, grid_stride,
+                width, value_width, padded, value_padded, key_unit, value_unit, block_size,
+                tile, way, bits, dot, False,
+            )  # fmt: skip
+        member, column = tl.arange(0, rows), tl.arange(0, value_padded)
+        mask = (member < group)[:, None] & (column < value_width)[None, :]
+        broad: tl.constexpr = value_width * 2 if way == 4 else value_width
+        lower = lower * (factor / total)[:, None]
+        upper = upper * (factor / total)[:, None]
+        log = most + tl.log2(total)
+        if slot < 0:
+            asked = (row * heads + head) * group + member
+            where = out + asked[:, None] * broad + column[None, :]
+            tl.store(where, lower.to(out.dtype.element_ty), mask=mask)
+            if way == 4:
+                tl.store(where + value_width, upper.to(out.dtype.element_ty), mask=mask)
+            if totals is not None:
+                tl.store(totals + asked, log, mask=member < group)
+        else:
+            asked = (slot * heads + head) * group + member
+            where = partial + asked[:, None] * broad + column[None, :]
+            tl.store(where, lower, mask=mask)
+            if way == 4:
+                tl.store(where + value_width, upper, mask=mask)
+            tl.store(logs + asked, log, mask=member < group)
+
+
+@triton.jit
+def combine_chunks(
+    partial,
+    logs,
+    splits,
+    out,
+    totals,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    parts: tl.constexpr,
+):
+    """Combine the chunks of one sequence, for one query head.
+
+    Grid: query heads x sequences. A sequence is its row and the first and last but one slot
+    of its chunks; it has none where it is empty.
+    """
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    entry = splits + tl.program_id(1) * 3
+    row = tl.load(entry).to(tl.int64)
+    first, end = tl.load(entry + 1), tl.load(entry + 2)
+    if first < end:
+        column = tl.arange(0, padded)
+        there = column < width
+        most = -1e30
+        total = 0.0
+        found = tl.zeros([padded], tl.float32)
+        for begin in tl.range(first, end, parts):
+            slot = begin + tl.arange(0, parts)
+            held = slot < end
+            asked = slot.to(tl.int64) * heads + head
+            log = tl.load(logs + asked, mask=held, other=-1e30)
+            greatest = tl.maximum(most, tl.max(log, 0))
+            shrunk = tl.exp2(most - greatest)
+            weight = tl.where(held, tl.exp2(log - greatest), 0.0)
+            where = partial + asked[:, None] * width + column[None, :]
+            rows = tl.load(where, mask=held[:, None] & there[None, :], other=0.0)
+            found = found * shrunk + tl.sum(rows * weight[:, None], 0)
+            total = total * shrunk + tl.sum(weight, 0)
+            most = greatest
+        asked = row * heads + head
+        result = (found / total).to(out.dtype.element_ty)
+        tl.store(out + asked * width + column, result, mask=there)
+        if totals is not None:
+            tl.store(totals + asked, most + tl.log2(total))
+
+
+@triton.jit
+def weigh_chunks(
+    queries,
+    keys,
+    key_grids,
+    tables,
+    work,
+    totals,
+    masses,
+    scale,
+    key_stride,
+    grid_stride,
+    tokens,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    full: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    key_unit: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    way: tl.constexpr,
+    bits: tl.constexpr,
+    dot: tl.constexpr,
+):
+    """Write how much attention each token of a chunk gets: weights summed over query heads.
+
+    `masses` is `[K/V heads, tokens]`, with a place for each token of the blocks of `tables`.
+    """
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    entry = work + tl.program_id(1) * 5
+    lo, hi = tl.load(entry + 2), tl.load(entry + 3)
+    if lo < hi:
+        row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        keys += head * block_size * width
+        if way >= 2:
+            key_grids += head * block_size
+        low, high, sums = _queries(
+            queries, row, head, heads, group, rows, full, width, padded, way, dot
+        )
+        member = tl.arange(0, rows)
+        asked = (row * heads + head) * group + member
+        total = tl.load(totals + asked, mask=member < group, other=0.0)
+        masses += head.to(tl.int64) * tokens + first.to(tl.int64) * block_size
+        part: tl.constexpr = block_size if block_size < tile else tile
+        for begin in tl.range(lo // part * part, hi, tile):
+            blocks = _ids(tables + first, begin, hi, block_size, tile)
+            token = begin + tl.arange(0, tile)
+            seen = (token >= lo) & (token < hi)
+            at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
+            read = _across(keys, at, width, padded, seen, False)
+            at = _offsets(blocks, begin, grid_stride, 1, block_size, tile, 1)
+            grid = _grids(key_grids, at, seen, False, way)
+            scores = _scores(low, high, sums, read, grid, scale, way, bits, dot)
+            weights = tl.exp2(scores - total[:, None])
+            weights = tl.where((member < group)[:, None], weights, 0.0)
+            tl.store(masses + token, tl.sum(weights, 0), mask=seen)
