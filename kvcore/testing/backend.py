@@ -134,7 +134,8 @@ class BackendTests:
         for begin, end in pairwise([0, *cuts, tokens]):
             plan = batch.store([begin], [end - begin])
             parts.append(batch.attend(0, plan, [begin], [end - begin]))
-        torch.testing.assert_close(torch.cat(parts), whole, atol=1e-10, rtol=1e-10)
+        close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
+        torch.testing.assert_close(torch.cat(parts), whole, **close)
 
     @_seeds
     def test_a_reused_block_leaks_nothing(self, seed: int) -> None:

@@ -1,6 +1,8 @@
 """The built-in backends pass the tests that every backend must pass."""
 
+import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
 
-from kvcore_plugins.backend import _sdpa  # noqa: E402 - these need torch
+from kvcore_plugins.backend import TorchCPU, _sdpa  # noqa: E402 - these need torch
 
 CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
 
@@ -56,6 +58,50 @@ class TestInOneBatch(TestBuiltIn):
     def _broad(self, monkeypatch):
         monkeypatch.setattr(_sdpa, "CPU_GATHER_BYTES", 1 << 40)
         monkeypatch.setattr(_sdpa, "GROUP_SPREAD", 1 << 40)
+
+
+class WithTriton(BackendTests):
+    """Sequences that decode are computed by Triton's kernels."""
+
+    dtypes = ("fp32", "fp16", "bf16")
+
+    def make(self):
+        """Build it."""
+        return TorchCPU(attention="triton")
+
+    def batch(self, seed, dtype=None, **fixed):
+        """Return a random batch, in blocks that the kernels take."""
+        return super().batch(seed, dtype, **({"block_size": 16} | fixed))
+
+
+@pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter",
+)
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        ("paged_is_dense", (2, "fp16")),
+        ("paged_is_dense", (2, "bf16")),
+        ("any_block_size", (0, 1)),
+        ("any_block_size", (0, 16)),
+        ("any_block_size", (0, 256)),
+        ("windows_and_sinks", (0, 1, 0)),
+        ("windows_and_sinks", (2, 20, 3)),
+        ("windows_and_sinks", (4, 33, 40)),
+        ("decode_alone", (2,)),
+        ("query_heads_share", (3, 8)),
+        ("scale", ()),
+        ("chunks_are_one_prefill", (2,)),
+        ("a_reused_block_leaks_nothing", (3,)),
+        ("what_left_the_window_is_not_read", (3,)),
+        ("weighs_tokens", (2, 20, 3)),
+        ("windows_go_by_position", (2, False)),
+    ],
+)
+def test_triton_computes_what_decodes(test, arguments):
+    """Some of the kit, which takes the interpreter long: what attends."""
+    getattr(WithTriton(), f"test_{test}")(*arguments)
 
 
 class TestPage(BackendTests):

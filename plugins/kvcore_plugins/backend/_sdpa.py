@@ -8,12 +8,11 @@ or group after the other into a buffer, and calls torch on it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from math import sqrt
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -22,6 +21,7 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch
+from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
 from kvcore_plugins.backend._pool import Gather, LayerTensor, Pool, Writes
 
 CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
@@ -185,49 +185,6 @@ class DecodeGroup:
     keys: Tensor
     values: Tensor
     mask: Tensor | None
-
-
-class Single(NamedTuple):
-    """The only new token of a sequence: number and row in the step, and the tokens before."""
-
-    number: int
-    row: int
-    context: int
-
-
-class DecodeKernel(ABC):
-    """Attends from single new tokens to blocks where they lie, in place of torch."""
-
-    def refusal(self, group: int) -> str | None:
-        """Return why the kernel does not take so many query heads of a K/V head, or None."""
-        del group
-        return None
-
-    @abstractmethod
-    def plan(
-        self,
-        singles: list[Single],
-        tables: list[Tensor],
-        group: int,
-        window: int | None,
-        sinks: int,
-    ) -> Any:
-        """Return what the layers of a kind share; tables of all sequences are on the host."""
-
-    @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        plan: Any,
-        queries: Tensor,
-        out: Tensor,
-        scale: float | None,
-        sums: list[Tensor] | None,
-    ) -> None:
-        """Compute the rows of the plan, `[rows, kv_heads, group, value_dim]` of `out`.
-
-        Attention weights are added to `sums` where these are given, as by `Sdpa.attend`.
-        """
 
 
 @attrs.frozen(eq=False)

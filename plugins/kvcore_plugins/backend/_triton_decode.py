@@ -1,4 +1,4 @@
-"""Attention of decoding sequences by Triton's kernels: what is covered, the plan, the launch."""
+"""Attention of decoding sequences by Triton: what is covered, the plan, the launch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from kvcore.models.codec import Codec
-from kvcore_plugins.backend._coded_pool import PLANE_DTYPES, CodedHalf
+from kvcore_plugins.backend._coded_pool import PLANE_DTYPES, CodedHalf, CodedPool
+from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
 from kvcore_plugins.backend._pool import Half, LayerTensor, Pool
-from kvcore_plugins.backend._sdpa import DecodeKernel, Single
 from kvcore_plugins.backend.kernels import decode
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
 
@@ -25,7 +24,10 @@ STAGES = 2
 """Stages of the pipeline: a tile is computed while the next one is copied."""
 
 TILE_BYTES = 1 << 16
-"""Bytes of K and V of a tile, as they are multiplied; wider heads have fewer tokens a tile."""
+"""Bytes of K and V of a tile, as they are multiplied; wider heads have fewer tokens a tile.
+
+In fp32, which tensor cores do not multiply exactly, registers hold a quarter of that.
+"""
 
 PER_MULTIPROCESSOR = 4
 """Programs that a multiprocessor runs at once: so many chunks are one full wave."""
@@ -60,31 +62,41 @@ INTERPRETED = not isinstance(decode.attend_chunks, triton.JITFunction)
 def uncovered(pool: Pool) -> str | None:
     """Return why the kernels cannot attend to a pool; None if they can."""
     layout = pool.layout
-    if pool.device.type == "cpu":
-        if not INTERPRETED:
-            return "Triton has no kernels for a CPU but those of its interpreter"
-    elif torch.cuda.get_device_capability(pool.device) < CAPABILITY:
-        return "Triton's kernels need a GPU of compute capability 8.0"
-    if pool.dtype not in DOTS:
-        return f"Triton's kernels compute in fp32, fp16 and bf16, not in {layout.dtype}"
-    if layout.block_size & (layout.block_size - 1):
-        return f"Triton's kernels need blocks of a power of two, not of {layout.block_size}"
-    widest = max(layout.head_dim, layout.value_dim)
-    if widest > MOST_WIDTH:
-        return f"Triton's kernels take heads of up to {MOST_WIDTH} numbers, not of {widest}"
-    if isinstance(pool.keys[0], CodedHalf):
-        codec = layout.codec
-        assert codec is not None
-        if type(codec) not in {E4M3, E5M2, INT8, INT4} or not _by_token(codec):
-            return (
-                f"Triton's kernels decode fp8, and int8 and int4 by token, not codec "
-                f"{codec.name!r} as it is set"
-            )
-    return None
+    reasons = {
+        "on a CPU Triton has its interpreter alone, for tests: set TRITON_INTERPRET=1": (
+            pool.device.type == "cpu" and not INTERPRETED
+        ),
+        "Triton's kernels need a GPU of compute capability 8.0": (
+            pool.device.type == "cuda"
+            and torch.cuda.get_device_capability(pool.device) < CAPABILITY
+        ),
+        f"Triton's kernels compute in fp32, fp16 and bf16, not in {layout.dtype}": (
+            pool.dtype not in DOTS
+        ),
+        "Triton's kernels need blocks of a power of two of tokens, not of "
+        f"{layout.block_size}": bool(layout.block_size & (layout.block_size - 1)),
+        f"Triton's kernels take heads of up to {MOST_WIDTH} numbers": (
+            max(layout.head_dim, layout.value_dim) > MOST_WIDTH
+        ),
+        "Triton's kernels decode fp8, and int8 and int4 by token, but not "
+        f"{layout.codec and layout.codec.name} as it is set": not _decodes(pool),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _by_token(codec: Codec) -> bool:
-    return codec.by_token("keys") and codec.by_token("values")
+def _decodes(pool: Pool) -> bool:
+    """Return True if kernels can read the numbers of a pool."""
+    codec = pool.layout.codec
+    if codec is None or not isinstance(pool, CodedPool):
+        return True
+    return type(codec) in {E4M3, E5M2, INT8, INT4} and pool.by_token
+
+
+def _widens_fp8(pool: Pool) -> bool:
+    """Return True if the device has an instruction for it."""
+    if pool.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(pool.device) >= FP8_CAPABILITY
 
 
 @attrs.frozen
@@ -118,9 +130,8 @@ class Coding:
             return cls(decode.INT4_BY_TOKEN, packed=2)
         assert isinstance(codec, (E4M3, E5M2))
         bits = 4 if isinstance(codec, E4M3) else 5
-        if pool.device.type == "cuda":
-            native = torch.cuda.get_device_capability(pool.device) >= FP8_CAPABILITY
-            bits = 0 if native else bits
+        if _widens_fp8(pool):
+            bits = 0
         shift = 256.0 if bits == 4 else 1.0  # noqa: PLR2004 - a 256th of E4M3
         dtype = None if bits else PLANE_DTYPES[codec.name]
         if codec.scale == "head":
@@ -170,7 +181,7 @@ class DecodePlan:
     windowed: bool
 
 
-def _chunk(lengths: list[int], heads: int, programs: int) -> int:
+def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
     """Return how many tokens a chunk has at most, for sequences that attend to `lengths`.
 
     Where these are alike, `programs` chunks run at once: one wave, and never a second with
@@ -205,9 +216,9 @@ class TritonDecode(DecodeKernel):
             dot = tl.float32  # the interpreter's product of bf16 is wrong
         widths = layout.head_dim // coding.packed, layout.value_dim // coding.packed
         padded = [max(16, triton.next_power_of_2(width)) for width in widths]
-        itemsize = dot.primitive_bitwidth // 8
-        tile = TILE
-        while tile * sum(padded) * coding.packed * itemsize > TILE_BYTES:
+        tile = TILE // 2 if coding.way > decode.FP8 else TILE
+        size = 16 if pool.dtype == torch.float32 else 2
+        while tile > 16 and tile * sum(padded) * coding.packed * size > TILE_BYTES:  # noqa: PLR2004
             tile //= 2
         self._tile = tile
         halves = pool.keys[0], pool.values[0]
@@ -271,12 +282,12 @@ class TritonDecode(DecodeKernel):
         lengths = [0] * len(singles)
         for place, begin, end in ranges:
             lengths[place] += end - begin
-        most = _chunk(lengths, self._pool.layout.kv_heads, self.programs)
+        most = chunk_of(lengths, self._pool.layout.kv_heads, self.programs)
         # Chunks of a range are equally long, in tiles; the first begins with a block.
         owners, begins, ends = torch.tensor(ranges).unbind(1)
         firsts = begins // part * part
         counts = -(-(ends - firsts) // most)
-        steps = -(-(-(-(ends - firsts) // counts)) // tile) * tile
+        steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
         counts = -(-(ends - firsts) // steps)
         which = torch.repeat_interleave(counts)
         number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
@@ -296,13 +307,13 @@ class TritonDecode(DecodeKernel):
         numbers = [work.flatten(), splits.flatten()]
         numbers += [tables[single.number] for single in singles]
         sent = self._pool.upload(torch.cat(numbers).to(torch.int32))
-        parts = sent.split([work.numel(), splits.numel(), int(sizes.sum())])
+        bounds = work.numel(), work.numel() + splits.numel()
         return DecodePlan(
             singles,
             places.tolist(),
-            parts[0].view(-1, 5),
-            parts[1].view(-1, 3),
-            parts[2],
+            sent[: bounds[0]].view(-1, 5),
+            sent[bounds[0] : bounds[1]].view(-1, 3),
+            sent[bounds[1] :],
             int(there.sum()),
             window is not None and part > 1,
         )
@@ -323,18 +334,20 @@ class TritonDecode(DecodeKernel):
         queries = queries.contiguous()
         keys, key_grids = coding.read(pool.keys[layer])
         values, value_grids = coding.read(pool.values[layer])
-        wide = {"dtype": torch.float32, "device": queries.device}
-        heads = kv_heads * group
-        partial = torch.empty((max(1, plan.slots), heads, value_width), **wide)
-        logs = torch.empty((max(1, plan.slots), heads), **wide)
-        totals = None if sums is None else torch.empty((len(queries), heads), **wide)
+        heads, slots = kv_heads * group, max(1, plan.slots)
+        partial = queries.new_empty(slots, heads, value_width, dtype=torch.float32)
+        logs = queries.new_empty(slots, heads, dtype=torch.float32)
+        totals = None
+        if sums is not None:
+            totals = queries.new_empty(len(queries), heads, dtype=torch.float32)
         scale = 1 / sqrt(width) if scale is None else scale
         scale *= coding.keys / log(2)
         rows = max(16, triton.next_power_of_2(group))
         shape = {"group": group, "rows": rows, **self._keys}
         grid = kv_heads, len(plan.work)
         grid_stride = kv_heads * size
-        warps = min(8, max(2, rows * self._values["value_padded"] * coding.packed // 1024))
+        share = 256 if queries.dtype == torch.float32 else 1024
+        warps = min(8, max(2, rows * self._values["value_padded"] * coding.packed // share))
         decode.attend_chunks[grid](
             queries,
             keys,
@@ -371,7 +384,7 @@ class TritonDecode(DecodeKernel):
         if sums is None:
             return
         tokens = len(plan.tables) * size
-        masses = torch.zeros((kv_heads, tokens), **wide)
+        masses = queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
         decode.weigh_chunks[grid](
             queries,
             keys,

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from kvcore_plugins.backend._decode_kernel import DecodeKernel
     from kvcore_plugins.backend._pool import Pool
-    from kvcore_plugins.backend._sdpa import DecodeKernel, Sdpa, StepPlan
+    from kvcore_plugins.backend._sdpa import Sdpa, StepPlan
 
 
 ONE_THREAD = 10**7

@@ -15,7 +15,8 @@ large language model serving with PagedAttention", SOSP 2023, for blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
-# ruff: noqa: ANN001, ANN202 - Triton takes annotations for types of its own
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton takes annotations for types of its own
+# ruff: noqa: C901, FBT003, PLR0915, PLR2004, SIM102 - a kernel is one function, with numbers
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def _widened(numbers, bits: tl.constexpr, dot: tl.constexpr):
     fp16, 4: bytes of E4M3, which become a 256th of the number; NaN stays NaN.
     """
     if bits == 0:
-        return numbers.to(tl.float16).to(dot)
-    if bits == 5:
-        return (numbers.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(dot)
-    # s eeee mmm becomes s 0eeee mmm0000000. A carry finds NaN, which has all bits set.
-    wide = numbers.to(tl.int8, bitcast=True).to(tl.int16) << 7
-    wide = wide & -0x4001
-    wide = wide | ((wide + 0x80) & 0x4000)
-    return wide.to(tl.float16, bitcast=True).to(dot)
+        wide = numbers.to(tl.float16)
+    elif bits == 5:
+        wide = (numbers.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    else:
+        # s eeee mmm becomes s 0eeee mmm0000000. A carry finds NaN, which has all bits set.
+        wide = (numbers.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
+        wide = (wide | ((wide + 0x80) & 0x4000)).to(tl.float16, bitcast=True)
+    return wide.to(dot)
 
 
 @triton.jit
@@ -62,23 +63,25 @@ def _scores(
     the second; `sums` their sums. Scales and zeros of a token are applied to its score.
     """
     if way == 0:
-        return tl.dot(low, keys.to(dot), input_precision="ieee") * scale
-    if way == 1:
-        return tl.dot(low, _widened(keys, bits, dot), input_precision="ieee") * scale
-    if way == 2:
+        found = tl.dot(low, keys.to(dot), input_precision="ieee") * scale
+    elif way == 1:
+        found = tl.dot(low, _widened(keys, bits, dot), input_precision="ieee") * scale
+    elif way == 2:
         found = tl.dot(low, _widened(keys, bits, dot), input_precision="ieee")
-        return found * (grid.to(tl.float32) * scale)[None, :]
-    step, zero = _grid(grid)
-    if way == 3:
-        # Steps are counted from the middle, so that nothing large cancels.
-        zero += 128 * step
-        found = tl.dot(low, (keys.to(tl.int16) - 128).to(dot), input_precision="ieee")
+        found = found * (grid.to(tl.float32) * scale)[None, :]
     else:
-        zero += 8 * step
-        found = tl.dot(low, ((keys & 15).to(tl.int16) - 8).to(dot), input_precision="ieee")
-        upper = ((keys >> 4).to(tl.int16) - 8).to(dot)
-        found = tl.dot(high, upper, found, input_precision="ieee")
-    return (found * step[None, :] + sums[:, None] * zero[None, :]) * scale
+        # Steps are counted from the middle, so that nothing large cancels.
+        step, zero = _grid(grid)
+        if way == 3:
+            zero += 128 * step
+            found = tl.dot(low, (keys.to(tl.int16) - 128).to(dot), input_precision="ieee")
+        else:
+            zero += 8 * step
+            found = tl.dot(low, ((keys & 15).to(tl.int16) - 8).to(dot), input_precision="ieee")
+            upper = ((keys >> 4).to(tl.int16) - 8).to(dot)
+            found = tl.dot(high, upper, found, input_precision="ieee")
+        found = (found * step[None, :] + sums[:, None] * zero[None, :]) * scale
+    return found
 
 
 @triton.jit
@@ -158,43 +161,59 @@ def _ids(
 
 
 @triton.jit
-def _numbers(rows, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr):
+def _rows(
+    numbers, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr
+):
     """Load `[tile, padded]` numbers; what is beyond the width, or not seen, is zero."""
     column = tl.arange(0, padded)
-    where = rows + offsets[:, None] + column[None, :]
-    if whole:
-        if padded == width:
-            return tl.load(where)
-        return tl.load(where, mask=(column < width)[None, :], other=0)
-    mask = seen[:, None]
-    if padded != width:
-        mask = mask & (column < width)[None, :]
-    return tl.load(where, mask=mask, other=0)
+    where = numbers + offsets[:, None] + column[None, :]
+    if whole and padded == width:
+        found = tl.load(where)
+    elif whole:
+        found = tl.load(where, mask=(column < width)[None, :], other=0.0)
+    else:
+        found = tl.load(where, mask=seen[:, None] & (column < width)[None, :], other=0.0)
+    return found
 
 
 @triton.jit
-def _across(rows, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr):
-    """Load what `_numbers` does, transposed, `[padded, tile]`."""
+def _columns(
+    numbers, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr
+):
+    """Load what `_rows` does, transposed: `[padded, tile]`."""
     column = tl.arange(0, padded)
-    where = rows + offsets[None, :] + column[:, None]
-    if whole:
-        if padded == width:
-            return tl.load(where)
-        return tl.load(where, mask=(column < width)[:, None], other=0)
-    mask = seen[None, :]
-    if padded != width:
-        mask = mask & (column < width)[:, None]
-    return tl.load(where, mask=mask, other=0)
+    where = numbers + offsets[None, :] + column[:, None]
+    if whole and padded == width:
+        found = tl.load(where)
+    elif whole:
+        found = tl.load(where, mask=(column < width)[:, None], other=0.0)
+    else:
+        found = tl.load(where, mask=seen[None, :] & (column < width)[:, None], other=0.0)
+    return found
 
 
 @triton.jit
-def _grids(grids, offsets, seen, whole: tl.constexpr, way: tl.constexpr):
+def _grids(
+    grids,
+    blocks,
+    begin,
+    stride,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    seen,
+    whole: tl.constexpr,
+    way: tl.constexpr,
+):
     """Load what the codec has besides codes for each token of a tile: one number, or a word."""
     if way < 2:
-        return 0
-    if whole:
-        return tl.load(grids + offsets)
-    return tl.load(grids + offsets, mask=seen, other=0)
+        found = 0.0
+    else:
+        offsets = _offsets(blocks, begin, stride, 1, block_size, tile, 1)
+        if whole:
+            found = tl.load(grids + offsets)
+        else:
+            found = tl.load(grids + offsets, mask=seen, other=0)
+    return found
 
 
 @triton.jit
@@ -235,12 +254,13 @@ def _tile(
     token = begin + tl.arange(0, tile)
     seen = (token >= lo) & (token < hi)
     at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
-    read = _across(keys, at, width, padded, seen, whole)
+    read = _columns(keys, at, width, padded, seen, whole)
     at = _offsets(blocks, begin, value_stride, value_width, block_size, tile, value_unit)
-    given = _numbers(values, at, value_width, value_padded, seen, whole)
-    at = _offsets(blocks, begin, grid_stride, 1, block_size, tile, 1)
-    key_grid = _grids(key_grids, at, seen, whole, way)
-    value_grid = _grids(value_grids, at, seen, whole, way)
+    given = _rows(values, at, value_width, value_padded, seen, whole)
+    key_grid = _grids(key_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way)
+    value_grid = _grids(
+        value_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way
+    )
     scores = _scores(queries_low, queries_high, sums, read, key_grid, scale, way, bits, dot)
     if not whole:
         scores = tl.where(seen[None, :], scores, -1e30)
@@ -322,9 +342,9 @@ def attend_chunks(
     """Attend to one chunk of one sequence, for the query heads of one K/V head.
 
     Grid: K/V heads x entries of the work list. An entry is empty where its chunk is.
-    `width` and `value_width` are numbers stored for a head, which is half of the channels,
-    `full` of them in a query, where codes have 4 bits. `totals` are the logarithms of the sums of weights of
-    whole sequences, where they are wanted.
+    Of a head of a token, `width` and `value_width` numbers are stored: the `full` width of a
+    query, or half of it where codes have 4 bits. `totals` takes the logarithms of the sums of
+    weights of whole sequences, where they are wanted.
     """
     head, heads = tl.program_id(0), tl.num_programs(0)
     entry = work + tl.program_id(1) * 5
@@ -391,10 +411,10 @@ def attend_chunks(
                 tl.store(totals + asked, log, mask=member < group)
         else:
             asked = (slot * heads + head) * group + member
-            where = partial + asked[:, None] * broad + column[None, :]
-            tl.store(where, lower, mask=mask)
+            place = partial + asked[:, None] * broad + column[None, :]
+            tl.store(place, lower, mask=mask)
             if way == 4:
-                tl.store(where + value_width, upper, mask=mask)
+                tl.store(place + value_width, upper, mask=mask)
             tl.store(logs + asked, log, mask=member < group)
 
 
@@ -494,9 +514,10 @@ def weigh_chunks(
             token = begin + tl.arange(0, tile)
             seen = (token >= lo) & (token < hi)
             at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
-            read = _across(keys, at, width, padded, seen, False)
-            at = _offsets(blocks, begin, grid_stride, 1, block_size, tile, 1)
-            grid = _grids(key_grids, at, seen, False, way)
+            read = _columns(keys, at, width, padded, seen, False)
+            grid = _grids(
+                key_grids, blocks, begin, grid_stride, block_size, tile, seen, False, way
+            )
             scores = _scores(low, high, sums, read, grid, scale, way, bits, dot)
             weights = tl.exp2(scores - total[:, None])
             weights = tl.where((member < group)[:, None], weights, 0.0)
