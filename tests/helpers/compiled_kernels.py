@@ -94,16 +94,9 @@ VARIANTS = {
     "windows of fp16, 80 wide, for sm_80": (
         80, "fp16", "fp16", {"dot": tl.float16, "width": 80, "windowed": True},
     ),
-    "heads of 256 for sm_90": (
-        90, "bf16", "bf16", {"dot": tl.bfloat16, "width": 256, "warps": 4},
-    ),
     "fp32 for sm_80": (80, "fp32", "fp32", {"dot": tl.float32, "tile": 16, "warps": 8}),
     "fp8 for sm_90": (90, "fp8e4nv", "bf16", {"dot": tl.float16, "way": decode.FP8}),
     "fp8 for sm_80": (80, "u8", "bf16", {"dot": tl.float16, "way": decode.FP8, "bits": 4}),
-    "fp8 by head for sm_80": (
-        80, "u8", "bf16",
-        {"dot": tl.float16, "way": decode.FP8_BY_HEAD, "bits": 4, "tile": 32, "grids": "fp16"},
-    ),
     "int8 for sm_90": (
         90, "u8", "bf16",
         {"dot": tl.float16, "way": decode.INT8_BY_TOKEN, "tile": 32, "grids": "i32"},
