@@ -58,6 +58,7 @@ class TorchBackend(Backend):
     )
 
     fallbacks: tuple[str, ...] = attrs.field(init=False, default=())
+    """Why torch computes what a kernel was to compute, since `allocate`: each reason once."""
 
     _pool: Pool = attrs.field(init=False, default=None, repr=False)
     _kernel: Sdpa = attrs.field(init=False, default=None, repr=False)

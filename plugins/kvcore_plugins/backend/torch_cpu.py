@@ -20,7 +20,7 @@ class TorchCPU(TorchBackend):
     Options:
         attention: what computes attention; `sdpa` is torch's own function over gathered K/V,
             `triton` the kernel for GPUs, for tests: in Triton's interpreter
-            (`TRITON_INTERPRET=1`).
+            (`TRITON_INTERPRET=1`). None: `triton` where it can, else `sdpa`.
     """
 
     name: ClassVar[str] = "torch-cpu"
