@@ -328,10 +328,23 @@ class TritonDecode(DecodeKernel):
         sums: list[Tensor] | None,
     ) -> None:
         """Compute the rows of the plan's tokens; add their weights to `sums`."""
+        device: Any = torch.cuda.device_of  # which has no types
+        with device(queries):  # kernels are launched on the current one
+            self._launch(layer, plan, queries.contiguous(), out, scale, sums)
+
+    def _launch(
+        self,
+        layer: int,
+        plan: DecodePlan,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        sums: list[Tensor] | None,
+    ) -> None:
+        """Do what `attend` does, on the current device."""
         _, kv_heads, group, width = queries.shape
         pool, coding = self._pool, self._coding
         size, value_width = pool.layout.block_size, out.shape[3]
-        queries = queries.contiguous()
         keys, key_grids = coding.read(pool.keys[layer])
         values, value_grids = coding.read(pool.values[layer])
         heads, slots = kv_heads * group, max(1, plan.slots)
