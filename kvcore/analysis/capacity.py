@@ -18,13 +18,12 @@ from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
-from kvcore.serving.batcher import Batching
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, RunLog, ServingLoop
 from kvcore.serving.result import LAST, Queue, moments, offered_load
-from kvcore.serving.scheduler import Scheduler
+from kvcore.serving.scheduler import Batching, Scheduler
 
 if TYPE_CHECKING:
     from kvcore.cluster import ClusterResult

@@ -289,7 +289,8 @@ class SpanTree:
             span = span.parent  # type: ignore[assignment]
         # The policy hears of an access when the statistics of the whole path are right.
         if self._on_access is not None:
-            policy, span, below = self.eviction, seq.span, 0
+            policy, span = self.eviction, seq.span
+            below: int | None = 0
             while span is not root:
                 before = span.expires
                 self._call(policy, "on_access", self._on_access, span, now)
@@ -730,10 +731,13 @@ class SpanTree:
         if self._evicts_leaves:
             return span, count
         if self._evictable_blocks is not None:
-            count = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
-            if type(count) is not int or not 1 <= count <= blocks:
-                why = f"{count!r}: give 1 to {blocks}"
+            said: Any = self._call(
+                self.eviction, "evictable_blocks", self._evictable_blocks, span
+            )
+            if type(said) is not int or not 1 <= said <= blocks:
+                why = f"{said!r}: give 1 to {blocks}"
                 raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
+            count = said
         return span, count if count < missing else missing
 
     def _why_not(self, answer: object) -> str:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from kvcore.cache import KVCache
 from kvcore.cluster.router import Replica
 from kvcore.request import SLO, Request
-from kvcore.serving.batcher import Batching
 from kvcore.serving.decode_batch import StepTimes
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
-from kvcore.serving.scheduler import Job, Scheduler
+from kvcore.serving.scheduler import Batching, Job, Scheduler
 from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS
 

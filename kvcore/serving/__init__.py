@@ -1,10 +1,10 @@
 """The serving loop: continuous batching under a clock, simulated or on tensors."""
 
-from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import HitRatio, Result, Saturation
 from kvcore.serving.scheduler import (
+    Batching,
     DecodeSteps,
     Job,
     LoopState,

@@ -6,15 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from math import ceil
 from operator import lt
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import attrs
-
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.compiled import mypyc_attr
-from kvcore.errors import InputError, PolicyError
+from kvcore.errors import PolicyError
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request, TextRequest
@@ -26,6 +23,7 @@ from kvcore.serving.scheduler import (
     PAUSED,
     PREFILL,
     WAITING,
+    Batching,
     Job,
     LoopState,
     Scheduler,
@@ -35,150 +33,6 @@ from kvcore.serving.scheduler import (
 
 if TYPE_CHECKING:
     from kvcore.tiers import Load
-
-
-@attrs.frozen(kw_only=True)
-class Batching:
-    """The limits of continuous batching, and the rules by which engines differ.
-
-    The defaults are those of kvcore; `kvcore simulate --like vllm --show` prints those of an
-    engine.
-
-    Attributes:
-        max_tokens: tokens of a step: one for each sequence that decodes, the rest prefill.
-        max_seqs: sequences that prefill or decode at a time.
-        chunked: whether a prompt may be computed over several steps.
-        steps: `mixed` steps prefill and decode together; `prefill-first` lets decoding
-            wait while there is anything to prefill.
-        watermark: share of the blocks that an admission must leave free or evictable for
-            those that run already to grow into; rounded up.
-        unchunked: what becomes of a prompt that may not be chunked, and for which decoding
-            leaves too little of `max_tokens`: it goes `alone`, as the only prefill of a step,
-            which then has more tokens; or it has to `wait` for a step with room for it.
-        max_chunk: the most prompt tokens of one sequence in a step, as long as there is
-            another one; None: `max_tokens` alone bounds them.
-        reserve: which blocks an admission takes: those of the whole `prompt`; those of its
-            first `chunk`, although the whole must be free or evictable; or those of its
-            `first-chunk`, whatever is left for the others. With tiers, the whole prompt.
-        commit: when blocks can be hit: once they are `computed`, or from the moment on that
-            they are `scheduled`, so that the next admission of the same step shares them.
-        generated: which generated blocks stay cached: those that are `keyed` by the workload,
-            or all of them are `cached`, under names that no other request has.
-        admit_after_preemption: whether a step that preempts may admit.
-        ties: which of the jobs that are last in order is preempted: of equal priority the
-            one admitted `last`; or of equal priority and arrival the one admitted `first`.
-        lag: steps between a plan and what it knows: 1 under asynchronous scheduling, where a
-            step is planned while the one before it runs. What that step finishes, and who
-            arrives meanwhile, counts a step later.
-        null_block: whether a block of the pool is never used. The pool of the cache is
-            without it; the watermark is a share of all blocks, rounded down.
-        max_model_len: the most tokens of a sequence: a longer prompt is rejected, and a text
-            ends there; None: unbounded.
-        new_token_ratio: beside running jobs an admission leaves room for all tokens that it
-            will generate, and for this share of those that they will: 4,096 tokens each at
-            most. See `TokenRatio` for how the share moves. Who finds no room ends the
-            admissions until one that runs has left. None: the watermark alone counts.
-        preempts: which job loses its blocks when those that decode find none: the `last` in
-            order; or of those that decode the `shortest`, with the fewest generated tokens,
-            then the longest prompt. What that has generated does not stay cached.
-
-    Raises:
-        InputError: limits that let nothing run, or a rule that there is not.
-    """
-
-    max_tokens: int = 8192
-    max_seqs: int = 256
-    chunked: bool = True
-    steps: Literal["mixed", "prefill-first"] = "mixed"
-    watermark: float = 0.01
-    unchunked: Literal["alone", "wait"] = "alone"
-    max_chunk: int | None = None
-    reserve: Literal["prompt", "chunk", "first-chunk"] = "prompt"
-    commit: Literal["computed", "scheduled"] = "computed"
-    generated: Literal["keyed", "cached"] = "keyed"
-    admit_after_preemption: bool = True
-    ties: Literal["last", "first"] = "last"
-    lag: int = 0
-    null_block: bool = False
-    max_model_len: int | None = None
-    new_token_ratio: float | None = None
-    preempts: Literal["last", "shortest"] = "last"
-
-    def __attrs_post_init__(self) -> None:
-        """Check the limits."""
-        msg = ""
-        if type(self.max_tokens) is not int or type(self.max_seqs) is not int:
-            msg = (
-                f"max_tokens={self.max_tokens!r} and max_seqs={self.max_seqs!r}: give whole "
-                "numbers"
-            )
-        elif self.max_seqs < 1 or self.max_tokens < self.max_seqs:
-            msg = (
-                f"max_tokens={self.max_tokens} and max_seqs={self.max_seqs}: a step has a "
-                "token for each sequence, so give at least 1 sequence, and no fewer tokens"
-            )
-        elif type(self.watermark) not in (int, float):
-            msg = f"watermark={self.watermark!r} is no number: give 0 or more, below 1"
-        elif not 0 <= self.watermark < 1:
-            msg = (
-                f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"
-            )
-        elif type(self.lag) is not int or self.lag not in (0, 1):
-            msg = f"lag={self.lag!r}: a plan knows of the step before it (0), or does not (1)"
-        elif self.max_chunk is not None and not self.chunked:
-            msg = f"max_chunk={self.max_chunk}: prompts are not chunked; leave out one of both"
-        else:
-            msg = self._wrong_rule()
-        if msg:
-            raise InputError(msg)
-
-    def _wrong_rule(self) -> str:
-        """Return what is wrong with a rule; "" if nothing is."""
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                return f"{name}={value!r} is not known; there are: {', '.join(choices)}"
-        for name in ("chunked", "admit_after_preemption", "null_block"):
-            if type(getattr(self, name)) is not bool:
-                return f"{name}={getattr(self, name)!r} must be True or False"
-        for name in ("max_chunk", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                return f"{name}={value!r}: give whole tokens, at least 1, or None"
-        ratio = self.new_token_ratio
-        if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= 1):
-            return f"new_token_ratio={ratio!r}: give a share above 0, at most 1, or None"
-        return ""
-
-    def reserved_blocks(self, blocks: int) -> int:
-        """Return how many of the `blocks` blocks of a pool the watermark keeps."""
-        if self.null_block:
-            return int(self.watermark * (blocks + 1))
-        return ceil(self.watermark * blocks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the limits, and those rules that are not the defaults."""
-        given = attrs.asdict(self)
-        return {
-            name: value
-            for name, value in given.items()
-            if name in _LIMITS or value != getattr(_DEFAULTS, name)
-        }
-
-
-_LIMITS = ("max_tokens", "max_seqs", "chunked", "steps", "watermark")
-
-_CHOICES = {
-    "steps": ("mixed", "prefill-first"),
-    "unchunked": ("alone", "wait"),
-    "reserve": ("prompt", "chunk", "first-chunk"),
-    "commit": ("computed", "scheduled"),
-    "generated": ("keyed", "cached"),
-    "ties": ("last", "first"),
-    "preempts": ("last", "shortest"),
-}
-
-_DEFAULTS = Batching()
 
 
 _LONGEST = 4096

@@ -31,7 +31,7 @@ from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
-from kvcore.serving.batcher import Batcher, Batching
+from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
 from kvcore.serving.latency import (
     Executor,
@@ -41,7 +41,7 @@ from kvcore.serving.latency import (
     StepWork,
     decode_lines,
 )
-from kvcore.serving.scheduler import DECODE, DONE, DecodeSteps, Job, Scheduler
+from kvcore.serving.scheduler import DECODE, DONE, Batching, DecodeSteps, Job, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, PoolTimeline, TokenGaps
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
@@ -87,9 +87,7 @@ class Arrivals:
         self, requests: Iterable[Request], rate_scale: float = 1.0, *, prefetches: bool = False
     ) -> None:
         if not 0 < rate_scale < float("inf"):
-            msg = (
-                f"rate_scale={rate_scale}: give how many times as fast requests arrive, above 0"
-            )
+            msg = f"rate_scale={rate_scale:g}: give how many times as fast they arrive, above 0"
             raise InputError(msg)
         self._scale = Fraction(str(rate_scale))
         self._scaled = rate_scale != 1

@@ -26,10 +26,9 @@ from kvcore.models.cost import attended_pairs
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugin, describe
 from kvcore.request import SLO, Request
-from kvcore.serving.batcher import Batching
 from kvcore.serving.latency import Executor, LatencyModel, StepWork
 from kvcore.serving.loop import MET, UNJUDGED, RunLog
-from kvcore.serving.scheduler import Scheduler
+from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import Fragmentation, Percentiles
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S, format_number
 from kvcore.workloads import Workload

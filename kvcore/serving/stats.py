@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from kvcore.compiled import divided
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
 from kvcore.units import NS_PER_S
 
@@ -37,9 +38,10 @@ class Percentiles:
         if not ordered:
             return None
         count = len(ordered)
-        mean = sum(ordered) / (count * second)
+        mean = divided(sum(ordered), count * second)
         return cls(
-            mean, *(ordered[nearest_rank(percent, count) - 1] / second for percent in PERCENTS)
+            mean,
+            *(divided(ordered[nearest_rank(each, count) - 1], second) for each in PERCENTS),
         )
 
     def as_dict(self) -> dict[str, float]:
@@ -83,8 +85,8 @@ class TokenGaps:
         if found is None:
             return None
         return Percentiles(
-            self._histogram.total / (self._histogram.weight * second),
-            *(found[f"p{percent}"] / second for percent in PERCENTS),
+            divided(self._histogram.total, self._histogram.weight * second),
+            *(divided(found[f"p{percent}"], second) for percent in PERCENTS),
         )
 
     def merge(self, other: TokenGaps) -> None:
@@ -173,7 +175,7 @@ class PoolTimeline:
             self._active_area + since * self._active,
             self._cached_area + since * self._cached,
         )
-        active, cached = (area / span if span else None for area in areas)
+        active, cached = (divided(area, span) if span else None for area in areas)
         return {
             "blocks": self.blocks,
             "active": {"mean": active, "peak": self.peak},

@@ -27,7 +27,8 @@ HEAVY = [
 LAYERS = [
     {"errors"},
     {"units"},
-    {"compiled", "extras", "files", "histogram", "host", "progress"},
+    {"compiled"},
+    {"extras", "files", "histogram", "host", "progress"},
     {"notebook"},
     {"request"},
     {"plugins"},
