@@ -23,7 +23,7 @@ from kvcore.config.run_config import (
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
-from kvcore.plugins.manager import KINDS, Plugins
+from kvcore.plugins.manager import KINDS, installed
 from kvcore.plugins.options import Spec, nearest, takes_path
 from kvcore.serving import Batching
 from kvcore.workloads.selection import with_path
@@ -133,7 +133,7 @@ class _ConfigFile:
         return value
 
     def _placed_plugin(self, kind: str, value: Any) -> Any:
-        plugins = Plugins()
+        plugins = installed()
         if isinstance(value, str):  # a workload: a plugin, or else a file
             if value.partition(":")[0].strip() not in plugins.names(kind):
                 return str(self.path.parent / value) if value else value

@@ -21,6 +21,7 @@ from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
+from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import Batching, LatencyModel, Scheduler
@@ -80,7 +81,7 @@ class RunParts:
         naming: Callable[[str], str] | None = None,
     ) -> None:
         self.config = config
-        self.plugins = plugins or Plugins()
+        self.plugins = plugins or installed()
         self._naming = naming or "{}: ".format
         with self._about("fail" if config.replicas == 1 else "replicas"):
             if config.is_cluster and not self.many:

@@ -337,7 +337,7 @@ def resolve(
     if given is None:
         return default_name and default(kind, default_name)()
     if isinstance(given, (str, Spec)):
-        known = plugins or _installed(tuple(sys.path), os.environ.get(DISABLE))
+        known = plugins or installed()
         return known.build(kind, given)
     cls = given if isinstance(given, type) else type(given)
     if not (issubclass(cls, Plugin) and getattr(cls, "kind", None) == kind):
@@ -401,9 +401,20 @@ def check_name(cls: type[Plugin]) -> None:
         raise PluginError(msg)
 
 
+def installed() -> Plugins:
+    """Return the plugins that are installed, loaded once and remembered.
+
+    They are loaded again where `sys.path` or KVCORE_DISABLE_PLUGINS has changed.
+
+    Raises:
+        PluginError: kvcore is not installed.
+    """
+    return _installed(tuple(sys.path), os.environ.get(DISABLE))
+
+
 @lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...], disabled: str | None) -> Plugins:
-    """Return the plugins found on this `sys.path`; remembered for names given in code."""
+    """Return the plugins found on this `sys.path`, but for those disabled."""
     del path, disabled
     return Plugins()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
 from kvcore.cache import GhostTree
@@ -19,7 +20,10 @@ DRAW_BITS = 53
 
 
 class ExpertSpan:
-    """A span as one expert sees it: all of the span, with `data` of the expert's own."""
+    """A span as one expert sees it: all of the span, with `data` of the expert's own.
+
+    Every other public attribute of a span is a property here that reads it, in C.
+    """
 
     __slots__ = ("_expert", "data", "span")
 
@@ -35,15 +39,19 @@ class ExpertSpan:
         parent = self.span.parent
         return parent if parent is None or parent.data is None else parent.data[self._expert]
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the attribute `name` of the span."""
-        if name.startswith("__") or name in self.__slots__:
-            raise AttributeError(name)  # asked by copy(), before the span is set
-        return getattr(self.span, name)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the attribute `name` of the span."""
 
     def __repr__(self) -> str:
         """Return the class and the data of the expert."""
         return f"<ExpertSpan {self.data!r}>"
+
+
+for _name in dir(Span):
+    if not (_name.startswith("_") or hasattr(ExpertSpan, _name)):
+        setattr(ExpertSpan, _name, property(attrgetter(f"span.{_name}")))
 
 
 def _passed_on(callback: str) -> Callable[..., None]:
@@ -226,7 +234,7 @@ class Adaptive(EvictionPolicy):
         return self._experts[drawn].evictable_blocks(span.data[drawn])
 
     def _expert_spans(self, span: Span) -> tuple[ExpertSpan, ...]:
-        return tuple(ExpertSpan(span, index) for index in range(len(self._experts)))
+        return tuple([ExpertSpan(span, index) for index in range(len(self._experts))])
 
     def _call(self, callback: str, span: Span, *args: Any) -> None:
         for index, override in self._overrides[callback]:
