@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CPU, CUDA = "torch-cpu", "torch-cuda"
 
-ATTENTION = ("triton", "sdpa")
+ATTENTION = ("triton", "sdpa", "flashinfer")
 """Ways to attend that a backend may have, each of which is checked where it is there."""
 
 POISON = (1, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 500, 1000, 1023, 2049)

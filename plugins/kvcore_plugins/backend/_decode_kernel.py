@@ -19,10 +19,12 @@ class Single(NamedTuple):
 class DecodeKernel(ABC):
     """Computes attention of single new tokens."""
 
-    def refusal(self, group: int) -> str | None:
-        """Return why the kernel does not take so many query heads of a K/V head, or None."""
-        del group
-        return None
+    @abstractmethod
+    def refusal(self, group: int, sinks: int, *, weighed: bool) -> str | None:
+        """Return why the kernel leaves a kind of layer to torch; None if it does not.
+
+        `group` query heads share a K/V head; `weighed` says that weights are to be summed up.
+        """
 
     @abstractmethod
     def plan(

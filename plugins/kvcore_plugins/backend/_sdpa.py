@@ -225,11 +225,12 @@ class _Divider:
         group: int,
         window: int | None,
         sinks: int,
+        weighed: bool,  # noqa: FBT001 - part of a kind
     ) -> Iterator[Part]:
         """Yield parts that hold every new token of the step once.
 
-        `group` query heads share a K/V head; tables are on the host. O(blocks), and
-        O(tokens) of groups.
+        `group` query heads share a K/V head; tables are on the host; `weighed` says that
+        attention weights are to be summed up. O(blocks), and O(tokens) of groups.
         """
         size = self.pool.layout.block_size
         firsts = [0, *accumulate(batch.lengths)]
@@ -256,7 +257,7 @@ class _Divider:
                 )
             if length == 1 and self.kernel is not None:
                 self.state(BY_POSITION)
-        if singles and self._is_for_kernel(group):
+        if singles and self._is_for_kernel(group, sinks, weighed=weighed):
             assert self.kernel is not None
             own = [
                 Single(number, firsts[number], batch.contexts[number]) for _, number in singles
@@ -278,11 +279,11 @@ class _Divider:
                 reach = Reach.of(batch.contexts[number], 1, window, sinks, size)
                 yield from self._tiles(number, firsts[number], reach, tables[number], group)
 
-    def _is_for_kernel(self, group: int) -> bool:
-        """Return True if there is a kernel that takes `group` heads; state why it does not."""
+    def _is_for_kernel(self, group: int, sinks: int, *, weighed: bool) -> bool:
+        """Return True if there is a kernel that takes such layers; state why it does not."""
         if self.kernel is None:
             return False
-        reason = self.kernel.refusal(group)
+        reason = self.kernel.refusal(group, sinks, weighed=weighed)
         if reason is not None:
             self.state(reason)
         return reason is None
@@ -394,9 +395,9 @@ def _attended(context: int, window: int | None, sinks: int) -> int:
 class StepPlan:
     """A `RaggedBatch`, ready for `store` and `attend` of every layer.
 
-    Parts are made once for each kind of layer, which is how many query heads
-    share a K/V head, a window, and sinks. Masks are kept for the layers that follow, up to
-    `KEPT_MASK_BYTES` of them.
+    Parts are made once for each kind of layer, which is how many query heads share a K/V
+    head, a window, sinks, and whether weights are summed up. Masks are kept for the layers
+    that follow, up to `KEPT_MASK_BYTES` of them.
 
     Attributes:
         batch: the batch.
@@ -411,16 +412,22 @@ class StepPlan:
     key_slots: Tensor
     value_slots: Tensor
     writes: Writes | None
-    _parts: dict[tuple[int, int | None, int], list[Part]] = attrs.field(
+    _parts: dict[tuple[int, int | None, int, bool], list[Part]] = attrs.field(
         init=False, factory=dict
     )
     _masks: dict[Reach, Tensor] = attrs.field(init=False, factory=dict)
 
     def parts(
-        self, divider: _Divider, group: int, window: int | None, sinks: int
+        self,
+        divider: _Divider,
+        group: int,
+        window: int | None,
+        sinks: int,
+        *,
+        weighed: bool = False,
     ) -> list[Part]:
         """Return the parts of layers of a kind."""
-        kind = group, window, sinks
+        kind = group, window, sinks, weighed
         if kind not in self._parts:
             self._parts[kind] = [*divider.divide(self.batch, self.tables, *kind)]
         return self._parts[kind]
@@ -522,7 +529,8 @@ class Sdpa:
         group = heads // layout.kv_heads
         grouped = queries.reshape(rows, layout.kv_heads, group, width)
         out = queries.new_empty(rows, layout.kv_heads, group, layout.value_dim)
-        for part in plan.parts(self._divider, group, window, sinks):
+        weighs = sums is not None
+        for part in plan.parts(self._divider, group, window, sinks, weighed=weighs):
             if isinstance(part, KernelPart):
                 assert self._divider.kernel is not None
                 self._divider.kernel.attend(layer, part.plan, grouped, out, scale, sums)

@@ -253,8 +253,9 @@ class TritonDecode(DecodeKernel):
             multiprocessors = properties.multi_processor_count
         self.programs = PER_MULTIPROCESSOR * multiprocessors
 
-    def refusal(self, group: int) -> str | None:
+    def refusal(self, group: int, sinks: int, *, weighed: bool) -> str | None:
         """Return why the kernels cannot attend from so many query heads of a K/V head."""
+        del sinks, weighed
         if group > MOST_GROUP:
             return f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not {group}"
         return None

@@ -36,7 +36,7 @@ with two, and 92 ms with two that had to share their cores.
 """
 
 
-Attention: TypeAlias = Literal["triton", "sdpa"]
+Attention: TypeAlias = Literal["triton", "sdpa", "flashinfer"]
 """What computes attention."""
 
 
@@ -135,24 +135,31 @@ class TorchBackend(Backend):
         """
         if self.attention == "sdpa":
             return None
-        reason = without_triton()
-        if reason is None:
-            from kvcore_plugins.backend import _triton_decode  # noqa: PLC0415 - Triton's
+        if self.attention == "flashinfer":
+            from kvcore_plugins.backend import _flashinfer  # noqa: PLC0415 - seldom
 
-            reason = _triton_decode.uncovered(self._pool)
+            reason = _flashinfer.uncovered(self._pool)
             if reason is None:
-                return _triton_decode.TritonDecode(self._pool)
+                return _flashinfer.FlashInferDecode(self._pool)
+        else:
+            reason = without_triton()
+            if reason is None:
+                from kvcore_plugins.backend import _triton_decode  # noqa: PLC0415 - Triton's
+
+                reason = _triton_decode.uncovered(self._pool)
+                if reason is None:
+                    return _triton_decode.TritonDecode(self._pool)
         if self.attention is None:
             self._fall_back(reason)
             return None
-        msg = f"{self.name}: attention=triton: {reason}; take attention=sdpa"
+        msg = f"{self.name}: attention={self.attention}: {reason}; take attention=sdpa"
         raise InputError(msg)
 
     def _fall_back(self, reason: str) -> None:
         """Keep and log, once, why torch computes what a kernel was to compute."""
         if reason not in self.fallbacks:
             self.fallbacks += (reason,)
-            text = "%s: attention is by torch's sdpa where Triton's kernel was wanted: %s"
+            text = "%s: attention is by torch's sdpa where a kernel was wanted: %s"
             getLogger("kvcore").warning(text, self.name, reason)
 
     def check(self, layout: TensorLayout) -> None:

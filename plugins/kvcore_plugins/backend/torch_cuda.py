@@ -31,8 +31,9 @@ class TorchCUDA(TorchBackend):
 
     Options:
         attention: what computes attention of decoding sequences: `triton` is a kernel that
-            reads blocks where they lie, `sdpa` torch's own function over gathered K/V. None:
-            `triton`, and `sdpa` where that is missing or cannot, which is logged.
+            reads blocks where they lie, `sdpa` torch's own function over gathered K/V,
+            `flashinfer` the package of that name. None: `triton`, and `sdpa` where that is
+            missing or cannot, which is logged.
         device: number of the GPU.
         pin: whether to stage in pinned memory.
     """
