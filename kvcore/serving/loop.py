@@ -84,10 +84,14 @@ class Arrivals:
     """
 
     def __init__(
-        self, requests: Iterable[Request], rate_scale: float = 1.0, *, prefetches: bool = False
+        self,
+        requests: Iterable[Request],
+        rate_scale: int | float = 1.0,  # noqa: PYI041 - compiled, a float is made of a float
+        *,
+        prefetches: bool = False,
     ) -> None:
         if not 0 < rate_scale < float("inf"):
-            msg = f"rate_scale={rate_scale:g}: give how many times as fast they arrive, above 0"
+            msg = f"rate_scale={rate_scale}: give how many times as fast they arrive, above 0"
             raise InputError(msg)
         self._scale = Fraction(str(rate_scale))
         self._scaled = rate_scale != 1
