@@ -86,7 +86,7 @@ class Arrivals:
     def __init__(
         self,
         requests: Iterable[Request],
-        rate_scale: int | float = 1.0,  # noqa: PYI041 - compiled, a float is made of a float
+        rate_scale: int | float = 1.0,  # noqa: PYI041 - of an int a compiler makes a float
         *,
         prefetches: bool = False,
     ) -> None:
