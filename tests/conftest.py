@@ -46,8 +46,11 @@ PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 UNMEASURED = {"conformance", "docs", "golden", "properties"}
 KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
 """Conformance tests that are measured: quick ones, whose kits nothing else runs."""
-SLOW = {"test_plan_ray.py", "test_sweep_ray.py", "test_third_party.py"}
-"""Tests of `cli` that are not: what their many processes run, others run as well."""
+SLOW = {
+    *("test_plan_ray.py", "test_route.py", "test_sweep.py", "test_sweep_ray.py"),
+    *("test_third_party.py", "test_curves.py", "test_tiers_on_tensors.py"),
+}
+"""Tests of `cli` and `unit` that are not: what they run, others run as well."""
 
 
 def pytest_collection_finish():
