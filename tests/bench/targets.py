@@ -42,7 +42,8 @@ from kvcore_plugins.workload import Mooncake
 RUNS = 5
 LEAVES = 20_000
 SESSIONS = 710
-KVCORE = [sys.executable, "-m", "kvcore"]
+# What is installed, not the checkout that is the working directory.
+KVCORE = [sys.executable, "-P", "-m", "kvcore"]
 
 
 def serve(requests: Sequence[Request], block_size: int, **options) -> float:
