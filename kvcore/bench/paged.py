@@ -404,7 +404,8 @@ class Bed:
         size = layout.block_size
         dtype = DTYPES[layout.dtype]
         try:
-            workspace = torch.empty(128 << 20, dtype=torch.uint8, device=self.device)
+            # Zeros, as it asks for.
+            workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
             for tables in sets:
                 counts = torch.tensor([0, *map(len, tables)]).cumsum(0).int()
                 last = torch.tensor([(tokens - 1) % size + 1 for tokens in case.lengths]).int()
