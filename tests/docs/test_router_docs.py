@@ -20,19 +20,19 @@ def table(first):
     return {name: cells for name, *cells in rows}
 
 
-@pytest.mark.slow  # all of the bundled trace, 16 times
+@pytest.mark.slow  # all of the bundled trace, eight times
 def test_hits_by_number_of_replicas():
-    """Of each router, and of one cache of all their memory."""
+    """Of each router, and of one cache of all their memory: the first column and the last."""
     shown = table("share of prompt tokens that hit")
     pattern = r"^    kvcore routers --replicas (\d+,\S+) (.*)$"
     (command,) = re.findall(pattern, PAGE, re.MULTILINE)
-    replicas = [int(number) for number in command[0].split(",")]
+    first, *_, last = (int(number) for number in command[0].split(","))
     words = command[1].split()
     given = dict(zip(words[::2], words[1::2], strict=True))
     found = compare_routers(
         "mooncake",
         given["--routers"],
-        replicas,
+        [first, last],
         block_size=int(given["--block-size"]),
         view=given["--view"],
     )
@@ -42,7 +42,7 @@ def test_hits_by_number_of_replicas():
     for shared in found.shared:
         hits[SHARED].append(f"{shared.hit_ratio:.1%}")
         hits[OPTIMUM].append(f"{shared.optimum:.1%}")
-    assert hits == shown
+    assert hits == {name: [cells[0], cells[-1]] for name, cells in shown.items()}
 
 
 @pytest.mark.slow  # all of the bundled trace, six times

@@ -28,15 +28,35 @@ def blocks(page, language):
 
 
 def commands(page):
-    """Return the (command, output) pairs of the console blocks of `page`."""
+    """Return the (command of kvcore, output) pairs of the console blocks of `page`."""
     found = []
     for body in blocks(page, "console"):
         for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
             line, _, output = part.partition("\n")
             # What README's first command installs is what is being tested.
             command = line.rpartition("&& .venv/bin/")[2]
-            found.append((command, output))
+            if command.startswith("kvcore "):
+                found.append((command, output))
     return found
+
+
+def by_itself(command):
+    """Return True if `command` neither reads nor writes a file."""
+    return not re.search(r"\.[a-z/]|--out |\bresults\b", command)
+
+
+def printed_by(command, capsys):
+    """Run `command` in this process and return the lines it prints, without their spacing."""
+    code = run(shlex.split(command)[1:])
+    done = capsys.readouterr()
+    assert code == 0, f"{command}\n{done.err}"
+    return {" ".join(line.split()) for line in done.out.splitlines()}
+
+
+def assert_shown(output, printed, command):
+    """Check that each line of `output` is among those that were `printed`."""
+    for line in output.splitlines():
+        assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"
 
 
 def name(page):
@@ -45,11 +65,22 @@ def name(page):
 
 
 KV_EVENTS, SERVE = ROOT / "docs/how-to/kv-events.md", ROOT / "docs/how-to/serve.md"
-WITH_TESTS_OF_THEIR_OWN = {ROOT / "docs/how-to/write-a-plugin.md"}
+WITH_TESTS_OF_THEIR_OWN = {
+    ROOT / "docs/how-to/write-a-plugin.md",
+    ROOT / "docs/how-to/see-why-a-policy-loses.md",
+}
 WITH_PYTHON = [p for p in PAGES if blocks(p, "python") and p not in WITH_TESTS_OF_THEIR_OWN]
-WITH_KVCORE = [
-    page for page in PAGES if any(c.startswith("kvcore ") for c, _ in commands(page))
+WITH_FILES = [
+    page
+    for page in PAGES
+    if page not in WITH_TESTS_OF_THEIR_OWN and not all(by_itself(c) for c, _ in commands(page))
 ]
+SHOWN: dict[str, list[tuple[str, str]]] = {}
+"""Commands that need no file, with the pages that show them and what they print there."""
+for shown_on in PAGES:
+    for line, result in commands(shown_on):
+        if by_itself(line):
+            SHOWN.setdefault(line, []).append((name(shown_on), result))
 
 
 def record_stand_in(folder):
@@ -84,9 +115,18 @@ def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
         assert not shown or printed == shown
 
 
-@pytest.mark.parametrize("page", WITH_KVCORE, ids=name)
-def test_kvcore_commands_run(page, tmp_path, monkeypatch, capsys):
-    """The `kvcore` commands of a page succeed, and print what the page says they print."""
+@pytest.mark.parametrize("command", SHOWN)
+def test_commands_by_themselves_run(command, tmp_path, monkeypatch, capsys):
+    """A command that needs no file succeeds, and prints what each page says it prints."""
+    monkeypatch.chdir(tmp_path)
+    printed = printed_by(command, capsys)
+    for page, output in SHOWN[command]:
+        assert_shown(output, printed, f"{page}: {command}")
+
+
+@pytest.mark.parametrize("page", WITH_FILES, ids=name)
+def test_commands_with_files_run(page, tmp_path, monkeypatch, capsys):
+    """Those that write or read files do so one after the other, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
         (tmp_path / "my_requests.jsonl").write_bytes(b"".join(islice(trace, 200)))
@@ -98,17 +138,6 @@ def test_kvcore_commands_run(page, tmp_path, monkeypatch, capsys):
         script = "\n".join(blocks(page, "python"))
         made = [sys.executable, "-c", script]
         subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=300)
-    printed_by = {}
     for command, output in commands(page):
-        words = shlex.split(command)
-        if words[0] != "kvcore":
-            continue
-        # What reads no file prints the same again; a page may show it in parts.
-        if command not in printed_by or "." in command:
-            code = run(words[1:])
-            done = capsys.readouterr()
-            assert code == 0, f"{command}\n{done.err}"
-            printed_by[command] = {" ".join(line.split()) for line in done.out.splitlines()}
-        printed = printed_by[command]
-        for line in output.splitlines():
-            assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"
+        if not by_itself(command):
+            assert_shown(output, printed_by(command, capsys), command)

@@ -1,6 +1,8 @@
 """What the docs quote from the page of the bundled trace is what the page says, and true."""
 
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -11,19 +13,37 @@ from kvcore.analysis import explain
 from kvcore.cli.main import run
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/see-why-a-policy-loses.md"
-COMMAND = re.compile(r"^\$ kvcore (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^\$ kvcore (.*)\n((?:(?!\$|```).*\n)*)", re.MULTILINE)
 QUOTE = re.compile(r"^> (.*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Run the commands of the guide, which replay the bundled trace twice: some ten seconds."""
+def guide(tmp_path_factory):
+    """Run the commands of the guide, which replay the bundled trace twice: some ten seconds.
+
+    Return the folder of what they write, and what they print.
+    """
     folder = tmp_path_factory.mktemp("guide")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.chdir(folder)
-        for command in COMMAND.findall(GUIDE.read_text()):
+        for command, _ in COMMAND.findall(GUIDE.read_text()):
             assert run(command.split()) == 0
-    return folder
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def folder(guide):
+    """Return the folder of what the commands of the guide write."""
+    return guide[0]
+
+
+def test_the_commands_print_what_is_shown(guide):
+    """Each line that stands below a command of the guide, in its spacing."""
+    printed = guide[1].splitlines()
+    shown = [
+        line for _, output in COMMAND.findall(GUIDE.read_text()) for line in output.split("\n")
+    ]
+    assert [line for line in shown if line and line not in printed] == []
 
 
 def test_the_page_says_what_is_quoted(browser, folder):
