@@ -1,7 +1,7 @@
 """How hypothesis runs (always the same few examples; `thorough`: many), processes, coverage.
 
 What is measured for coverage are the tests of the folders `cli` and `unit`, with the processes
-that they start, but for a few slow ones, and some conformance kits. The others run hardly
+that they start, but for those marked `slow`, and some conformance kits. The others run hardly
 anything that is not run by these, and take seven times as long while they are measured.
 """
 
@@ -18,8 +18,8 @@ settings.register_profile(
     "short",
     derandomize=True,
     deadline=None,
-    max_examples=20,
-    stateful_step_count=40,
+    max_examples=10,
+    stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("short"), max_examples=5000)
@@ -46,11 +46,6 @@ PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 UNMEASURED = {"conformance", "docs", "golden", "properties"}
 KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
 """Conformance tests that are measured: quick ones, whose kits nothing else runs."""
-SLOW = {
-    *("test_plan_ray.py", "test_route.py", "test_sweep.py", "test_sweep_ray.py"),
-    *("test_third_party.py", "test_curves.py", "test_tiers_on_tensors.py"),
-}
-"""Tests of `cli` and `unit` that are not: what they run, others run as well."""
 
 
 def pytest_collection_finish():
@@ -61,11 +56,12 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Measure no coverage while a test runs that is in a folder which is not measured."""
+    """Measure no coverage while a slow test runs, or one of a folder that is not measured."""
     package = sys.modules.get("coverage")
     measured = package.Coverage.current() if package else None
     folder, *_ = item.path.relative_to(TESTS).parts
-    left_out = (folder in UNMEASURED and item.path.name not in KITS) or item.path.name in SLOW
+    left_out = folder in UNMEASURED and item.path.name not in KITS
+    left_out = left_out or item.get_closest_marker("slow") is not None
     if measured is None or not left_out:
         return (yield)
     measured.stop()

@@ -146,6 +146,7 @@ def test_without_a_gpu_the_reason_is_told():
     assert available_suites() == ["cpu", "cache", "sim"]
 
 
+@pytest.mark.slow
 def test_the_suite_of_a_gpu_on_another_backend():
     """All its checks pass on the CPU."""
     arguments = ("--backend", "torch-cpu:attention=sdpa", "--check", "--quick")

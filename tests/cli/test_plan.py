@@ -99,6 +99,7 @@ def test_a_configuration_file_may_have_its_options(planned, tmp_path):
     assert (best["replicas"], best["gpus"]) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
     """Ctrl-C after two simulations: their lines stay, and the plan is that of a whole run."""
@@ -121,6 +122,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
     assert resumed.stdout == run_here("plan", *words, "--out", "whole", cwd=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_process_does(tmp_path):
     """However many simulate at a time."""
     documents = {

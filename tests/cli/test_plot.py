@@ -42,6 +42,7 @@ def refused(*words, cwd, code=2):
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", MAGIC)
 def test_a_trace_has_plots_of_all_kinds(kind, form, folder, tmp_path):

@@ -82,6 +82,7 @@ def reported(results, *names):
     return told(report_page([results / name for name in names]))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

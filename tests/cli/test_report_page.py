@@ -130,6 +130,7 @@ def test_charts_follow_the_window(dark):
     expect(last).to_have_attribute("width", str(before[-1]))
 
 
+@pytest.mark.slow
 def test_it_prints_in_light_colours_as_wide_as_paper(dark):
     """Charts of a dark page are drawn again for paper, and afterwards for the screen."""
     shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect

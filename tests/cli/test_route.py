@@ -12,6 +12,8 @@ from helpers.upstreams import Upstream, prompt, routed, until
 
 from kvcore.trace import TraceWorkload, read_events
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def routing(*arguments, count=2):
@@ -115,7 +117,6 @@ def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
     assert len(list(TraceWorkload(path))) >= found.total()
 
 
-@pytest.mark.slow
 def test_servers_of_kvcore_on_a_bad_day(tmp_path):
     """One of two is killed; see `bad_day` for what must hold. Each starts for some seconds."""
     pytest.importorskip("torch", reason="needs torch")

@@ -48,6 +48,7 @@ def between(path):
     return path.read_bytes().splitlines()[1:-1]
 
 
+@pytest.mark.slow
 def test_the_bundled_trace():
     """As a process: the first requests of the trace, one JSON document, nothing on stderr."""
     done = subprocess.run(

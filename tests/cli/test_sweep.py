@@ -17,6 +17,8 @@ from kvcore.cli.simulate import simulate
 from kvcore.config import RunConfig
 from kvcore.config.parts import BLOCK_SIZE
 
+pytestmark = pytest.mark.slow
+
 LONG = """mode = "compare"
 workload = "zipf:requests=4000"
 eviction = ["lru", "lfu", "fifo", "slru"]
@@ -172,7 +174,6 @@ def whole(tmp_path_factory):
     return folder / "whole-results"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kills", [[1, 3, 6], [2], [11]])
 def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
     """SIGKILL after so many cells, then to the end: the table of one that ran through.

@@ -292,6 +292,7 @@ def test_the_calculator_is_kvcore_size(browser, page, capsys):
             assert verdict.startswith("It fits") == told["fit"]["batch_fits"]
 
 
+@pytest.mark.slow
 def test_pointing_at_a_number_tells_how_it_comes_about(browser, page, data):
     """Part 6: the cells of a column can be focused, and say their arithmetic."""
     with tab(browser, WIDE) as opened:

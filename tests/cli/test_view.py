@@ -201,6 +201,7 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
         assert low == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("records", "kept"),
     [
@@ -418,6 +419,7 @@ def test_a_window_keeps_moments_whole(served):
     assert times[rows] > times[rows - 1]
 
 
+@pytest.mark.slow
 def test_help_tells_each_default_once(capsys):
     """What click says is not said again."""
     assert frame.run(["view", "--help"]) == 0

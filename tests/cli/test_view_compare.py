@@ -283,6 +283,7 @@ def test_the_page_opens_at_the_costliest_eviction(browser, folder, files, sides,
             assert found.open(file).evaluate("() => kvcore.time") == time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "said"),
     [("soon", "expected a number of seconds"), ("-3", "'-3'"), ("1e99", "too large")],

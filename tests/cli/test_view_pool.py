@@ -174,6 +174,7 @@ def test_keyboard_goes_from_cell_to_cell(page):
     assert page.evaluate("() => kvcore.time") == before
 
 
+@pytest.mark.slow
 def test_large_pool_says_how_many_blocks_a_cell_is(browser, tmp_path):
     """Where blocks are too many for the room, a cell is several: the panel says how many."""
     trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"

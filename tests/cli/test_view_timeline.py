@@ -73,6 +73,7 @@ def page(browser, overloaded):
         assert (found.complaints, found.requests) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "record",
     [overload, traces.serve, traces.rest, traces.compact, traces.record, traces.forget],
@@ -255,6 +256,7 @@ def test_keys_and_clicks_on_the_timeline(page):
     assert page.evaluate("kvcore.chosen.request") == shown["request"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
     """Ids stay text in every panel, both sides have a card, nothing is turned or too wide."""

@@ -25,6 +25,8 @@ pytest.importorskip("numba")
 from kvcore.analysis import _mrc_kernels as kernels
 from kvcore.analysis._reuse import Reuse
 
+pytestmark = pytest.mark.slow
+
 SMALL = Zipf(requests=80, prefixes=8, prefix_tokens=64, suffix_tokens=48)
 SIZES = [3, 10, 30, 90]
 
@@ -240,7 +242,6 @@ def test_progress_is_told_of_loading_reading_and_replaying():
     ]
 
 
-@pytest.mark.slow
 def test_the_result_does_not_depend_on_jobs():
     """Policies with random choices and floats too: the same in one process and in two."""
     policies = "lfu,random,cost"
@@ -248,14 +249,12 @@ def test_the_result_does_not_depend_on_jobs():
     assert curve(SMALL, policies, SIZES, seed=3, jobs=2) == alone
 
 
-@pytest.mark.slow
 def test_an_error_in_another_process_is_the_same_error():
     """It names the policy, the method and what was raised."""
     with pytest.raises(PolicyError, match=r"'failing' .* raised ValueError in victim\(\)"):
         curve(SMALL, Failing, SIZES, jobs=2)
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_is_told():
     """The error says what may have happened and what to try."""
     with pytest.raises(PluginError, match=r"replay of zipf .* died .*exit code 7: .*fewer"):
@@ -305,7 +304,6 @@ def in_process(code, cache):
     return subprocess.run(command, check=False, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.slow
 def test_what_is_compiled_is_kept_where_it_is_said(tmp_path):
     """Compiled in one process, loaded in the next; where that is damaged, an error says so."""
     code = """

@@ -57,6 +57,7 @@ def play(path, blocks, steps, eviction=LRU):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", ["lfu", "random", "lookahead:requests=all"])
 @pytest.mark.parametrize(
     "words", [UNTIMED, PREEMPTING, SMALL_BLOCKS], ids=["untimed", "preempting", "small blocks"]

@@ -9,6 +9,7 @@ from random import Random
 from typing import ClassVar
 
 import attrs
+import pytest
 from helpers.schedulers import scheduler_of
 
 from kvcore import KVCache, LatencyModel, Request
@@ -134,6 +135,7 @@ def test_one_gpu_each_is_far_below():
     assert ttft < 0.9 < tpot
 
 
+@pytest.mark.slow
 def test_two_gpus_that_prefill_for_one_that_decodes():
     """The rate per GPU that DistServe found best, within 10 %.
 

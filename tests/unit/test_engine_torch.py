@@ -59,6 +59,7 @@ def requests(count=14):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(

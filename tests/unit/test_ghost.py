@@ -147,6 +147,7 @@ layouts = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @layouts
 @pytest.mark.parametrize("forgets", [True, False])
 @pytest.mark.parametrize("room", [0, 1, 4, 30])

@@ -101,6 +101,7 @@ def test_a_backend_that_cannot_work(monkeypatch, capsys):
     assert "torch-cpu cannot work here: it is Sunday" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_its_tests_run(tmp_path):
     """Tests of the device run by themselves, in a process, without those of the checkout."""
     run = gpu._tests("room")

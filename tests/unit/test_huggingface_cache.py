@@ -36,6 +36,7 @@ def generated(model, ids, paged=None, **options):
         return model.generate(ids, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("block_size", [1, 4, 17])
 def test_generates_what_the_dynamic_cache_does(family, block_size):

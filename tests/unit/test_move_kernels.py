@@ -259,6 +259,7 @@ for way in (store.FP8, store.FP8_BY_HEAD, store.GRID):
 """Compiles kernels for GPUs that need not be there."""
 
 
+@pytest.mark.slow
 def test_compiles_for_gpus(tmp_path):
     """For sm_80 and sm_90 rows go 16 bytes at a time, and no register is spilled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -84,6 +84,7 @@ class Reader(HTMLParser):
         self.cells.append(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_results_show_a_table_and_a_plot(make, tmp_path):
     """The plot is a picture in the page; there are no other elements than those of a table."""

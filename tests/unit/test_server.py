@@ -294,6 +294,7 @@ def test_events_say_what_is_cached():
         assert server.cache.tree.evicted_blocks
 
 
+@pytest.mark.slow
 def test_a_process_ends_well_and_its_trace_replays(tmp_path):
     """SIGTERM lets requests end, the cache is checked, and the trace is whole."""
     trace = tmp_path / "day.jsonl.gz"

@@ -172,6 +172,7 @@ def test_a_workload_of_which_nothing_fits():
     assert (len(run.rejected), run.rows, run.result.log.steps) == (5, {}, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["fcfs", "srpt", "slo", "fair", "lpm", "priority"])
 def test_a_burst(scheduler):
     """10,000 requests at one time, and all are served; FCFS does so in their order."""

@@ -329,6 +329,7 @@ DRAFTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("blocks", [500, 20])

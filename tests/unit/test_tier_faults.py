@@ -120,6 +120,7 @@ def test_a_disk_that_fills_up(after, tmp_path, monkeypatch, plain):
     assert stats.dropped["failed"]
 
 
+@pytest.mark.slow
 def test_killed_runs(tmp_path, plain):
     """Killed at any of many writes, a run leaves what the next one can use."""
     tests = Path(tier_kills.__file__).parents[1]

@@ -43,6 +43,7 @@ def moved(run, column="loaded"):
     return [getattr(level.stats, column) for level in run.result.cache.tiers.levels]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swaps", [False, True], ids=["evicted", "swapped"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
@@ -223,6 +224,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch, tmp_path):
