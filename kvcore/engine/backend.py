@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.rotary import Rotation
 from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER, Codec, Part
 from kvcore.models.spec import ModelSpec
@@ -186,6 +187,18 @@ class Backend(Plugin):
             InputError: the blocks hold codes of a codec; use `read`. The methods of this class
                 that work on the memory are overridden then.
         """
+
+    def store_rotated(
+        self, layer: int, plan: Any, keys: Tensor, values: Tensor, rotation: Rotation
+    ) -> None:
+        """Rotate the keys of the new tokens, then write their K/V as `store` does.
+
+        For engines that leave the rotary embedding of keys to the cache; queries they rotate
+        themselves. The generators of kvcore rotate keys before they hand them over. Unless
+        overridden, torch rotates, and `store` gets the result.
+        """
+        turned = self.tensor(rotation.rotate(keys), self.layout.dtype)
+        self.store(layer, plan, turned, values)
 
     def attend_weighed(
         self,

@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from kvcore import InputError, PluginError, Plugins, StorageError, host
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.models.catalogue import MODELS
 from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
 
@@ -280,6 +280,31 @@ def test_keys_that_do_not_fit(backend, keys, message):
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.store(0, plan, keys, rows())
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotary((1.0,)).rotation(torch.arange(2)),
+        Rotary((1.0,) * 4).rotation(torch.arange(1)),
+        Rotation(torch.ones(9, 2), torch.ones(9, 2), torch.tensor([1, 2])),
+        Rotation(torch.ones(1, 2), torch.ones(1, 1)),
+    ],
+    ids=["tokens", "pairs", "places", "tables"],
+)
+def test_rotations_that_do_not_fit(backend, rotation):
+    """A rotation has angles for each token, for no more than the width of a key."""
+    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
+    with pytest.raises(InputError, match="step has 1 tokens and keys are 6 wide"):
+        backend.store_rotated(0, plan, rows(), rows(), rotation)
+
+
+def test_a_rotation_of_nothing(backend):
+    """Layers that do not rotate have an embedding without speeds: keys stay as they are."""
+    plan, keys = backend.plan(RaggedBatch([[1]], [0], [1])), rows() + 3
+    still = Rotary(()).rotation(torch.arange(1))
+    backend.store_rotated(0, plan, keys, rows(), still)
+    assert backend.read(0, [1], 1)[0].equal(keys)
 
 
 @pytest.mark.parametrize(
