@@ -331,6 +331,25 @@ class Bed:
             )
         return self._rows(row, versions, target, graph=False)
 
+    def move(self, count: int) -> list[Row]:
+        """Move blocks to one another's places, in cycles, as compacting a full pool does."""
+        backend = self.backend
+        tables = [table for (table,) in self.sets([count * backend.layout.block_size])]
+        self._good = 0
+        order = _shuffled(count)
+        pairs = [[(t[a], t[b]) for a, b in enumerate(order)] for t in tables]
+        before = self._content([source for source, _ in pairs[0]])
+        calls = [_moving(backend, each) for each in pairs]
+        calls[0]()
+        right = {"error": _difference(self._content([to for _, to in pairs[0]]), before)}
+        row = {
+            "operation": "move",
+            "case": f"{self.kind}, {count:,} blocks",
+            "amount": 2 * count * backend.layout.bytes_per_block,
+            "of": COPY,
+        }
+        return self._rows(row, [(self.name, calls, right)], None, graph=False)
+
     def swap(self, count: int, target: Target | None = None) -> list[Row]:
         """Bring blocks to the host and back, as preemption does, and as tiers do."""
         backend, device = self.backend, self.device.type == "cuda"
@@ -610,6 +629,10 @@ def _rotating(backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotatio
 
 def _copying(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
     return lambda: backend.copy_blocks(pairs)
+
+
+def _moving(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
+    return lambda: backend.move_blocks(pairs)
 
 
 def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> Call:

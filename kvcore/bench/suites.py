@@ -54,7 +54,7 @@ class Suite:
     backend: str | None = None
 
 
-TENSOR_OPERATIONS = ("decode", "store", "store+rope", "copy", "swap")
+TENSOR_OPERATIONS = ("decode", "store", "store+rope", "copy", "move", "swap")
 
 SUITES: Mapping[str, Suite] = {
     "cpu": Suite("paged K/V in the memory of the host", TENSOR_OPERATIONS, CPU),
@@ -306,10 +306,11 @@ def _cpu(name: str, spec: str, settings: Settings, plugins: Plugins) -> Iterator
             yield from maker.rows("store", f"{dtype}, {tokens:,} tokens", made("store", tokens))
         if settings.wants("store+rope"):
             yield from _rotated(maker, 8192 // scale, 3, dtype)
-        if settings.wants("copy"):
-            count = 512 // scale
+        count = 512 // scale
+        for operation in filter(settings.wants, ("copy", "move")):
             made = _lazily(maker, 2 * count * BLOCK * 3, dtype)
-            yield from maker.rows("copy", f"{dtype}, {count:,} blocks", made("copy", count))
+            case = f"{dtype}, {count:,} blocks"
+            yield from maker.rows(operation, case, made(operation, count))
     if settings.wants("swap"):
         count = 512 // scale
         made = _lazily(maker, 2 * count * BLOCK, dtypes[0])
@@ -388,6 +389,9 @@ def _moved(maker: _Maker, dtype: str, *, short: bool) -> Iterator[Row]:
         yield from maker.rows(
             "copy", f"{dtype}, {count:,} blocks", made("copy", count, aim(0.9))
         )
+    if wants("move"):
+        made = _lazily(maker, count * 16 * 4, dtype)
+        yield from maker.rows("move", f"{dtype}, {count:,} blocks", made("move", count))
     for block_size in (16, 64, 128, 1024) if wants("swap") else ():
         held = max(2, total // (block_size * 4096))
         made = _lazily(maker, 2 * held * block_size, dtype, None, block_size=block_size)

@@ -310,6 +310,43 @@ class BackendTests:
         assert batch.holds(0, targets)
 
     @_together
+    @_seeds
+    def test_moves_blocks(
+        self,
+        seed: int,
+        together: bool,  # noqa: FBT001
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Blocks change places as if all at once, in chains and cycles of any length.
+
+        However many are copied at a time.
+        """
+        batch = self.batch(seed, together=together, room=20)
+        size = batch.layout.bytes_per_block * (1, 5, 1000)[seed % 3]
+        monkeypatch.setattr(type(batch.backend), "moved_bytes", size)
+        batch.stored()
+        places = [*range(batch.layout.blocks)]
+        Random(f"moves {seed}").shuffle(places)  # noqa: S311
+        moved = [block for table in batch.tables for block in table]
+        stay = {block for block in moved if block % 4 == 0}  # so chains have ends
+        free = [place for place in places if place not in stay]
+        to = {block: block if block in stay else free.pop() for block in moved}
+        batch.backend.move_blocks([pair for pair in to.items() if pair[0] not in stay])
+        batch.backend.move_blocks([])
+        for number, table in enumerate(batch.tables):
+            assert batch.holds(number, [to[block] for block in table])
+
+    def test_refuses_moves_to_one_place(self) -> None:
+        """No two blocks can move to one place, nor one block to two; nothing has moved then."""
+        batch = self.batch(0, room=3)
+        batch.stored()
+        (first, second, *_), (third, *_) = batch.spare, batch.tables[0]
+        for pairs in ([(first, third), (second, third)], [(third, first), (third, second)]):
+            with pytest.raises(InputError, match="share a source or a target"):
+                batch.backend.move_blocks(pairs)
+        assert batch.holds(0, batch.tables[0])
+
+    @_together
     @_dtypes
     def test_swaps(self, dtype: str, together: bool) -> None:  # noqa: FBT001
         """Blocks swapped out and into other blocks hold the same K/V; others are untouched."""

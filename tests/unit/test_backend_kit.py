@@ -95,6 +95,15 @@ class Still(TorchCPU):
         super().store_rotated(layer, plan, keys, values, other)
 
 
+class Hasty(TorchCPU):
+    """Moves blocks one after the other."""
+
+    def move_blocks(self, pairs):
+        """Overwrite what is yet to move."""
+        for pair in pairs:
+            self.copy_blocks([pair])
+
+
 class Sloppy(TorchCPU):
     """Fills everything, whatever was named."""
 
@@ -167,6 +176,16 @@ def test_a_wrong_backend_fails(wrong, test, arguments):
 
     with pytest.raises(AssertionError):
         getattr(Kit(), test)(*arguments)
+
+
+def test_moving_one_after_the_other_fails(monkeypatch):
+    """A block that is overwritten before it has moved is lost."""
+
+    class Kit(BackendTests):
+        backend = Hasty
+
+    with pytest.raises(AssertionError):
+        Kit().test_moves_blocks(2, together=False, monkeypatch=monkeypatch)
 
 
 def test_allocating_less_than_asked_for_fails():
