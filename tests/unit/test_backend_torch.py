@@ -282,6 +282,22 @@ def test_keys_that_do_not_fit(backend, keys, message):
         backend.store(0, plan, keys, rows())
 
 
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_moves_go_in_rounds(backend, monkeypatch, most):
+    """However long a cycle, no more blocks are copied at a time than may be put aside."""
+    monkeypatch.setattr(TorchCPU, "moved_bytes", most * SMALL.bytes_per_block)
+    rounds, copy = [], backend.copy_blocks
+    monkeypatch.setattr(
+        backend, "copy_blocks", lambda pairs: (rounds.append(pairs), copy(pairs))
+    )
+    for block in range(8):
+        backend.fill(block, [block])
+    backend.move_blocks([(block, (block + 3) % 8) for block in range(8)])
+    keys = backend.read(1, [*range(8)], 32)[0][::4, 0, 0]
+    assert keys.tolist() == [(block - 3) % 8 for block in range(8)]
+    assert max(map(len, rounds)) <= most
+
+
 @pytest.mark.parametrize(
     "rotation",
     [

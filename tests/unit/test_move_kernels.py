@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[to
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from kvcore_plugins.backend import _coded_pool, _pool  # noqa: E402 - these need torch
+from kvcore_plugins.backend.kernels import store  # noqa: E402 - needs Triton
 from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: E402 - needs Triton
 from kvcore_plugins.backend.kernels.store import (  # noqa: E402 - likewise
     PLAIN,
@@ -240,6 +241,29 @@ def test_backends_store_alike(monkeypatch, spec, rotated):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("spec", [None, "int8"])
+def test_stores_in_one_launch(monkeypatch, spec):
+    """K and V of a layer are one launch, keys that are rotated on the way too."""
+    for module in (_pool, _coded_pool):
+        monkeypatch.setattr(module, "kernels_for", lambda _: True)
+    codec = None if spec is None else Plugins().build("codec", spec)
+    backend, kernel = TorchCPU(), store._store
+    sizes = {"block_size": 16, "layers": 1, "kv_heads": 2, "head_dim": 32, "value_dim": 16}
+    backend.allocate(TensorLayout(blocks=2, codec=codec, **sizes))
+    launches = []
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(store, "_store", Counted())
+    plan = backend.plan(RaggedBatch([[1]], [0], [5]))
+    turn = Rotary((1.0,)).rotation(torch.arange(5))
+    backend.store_rotated(0, plan, drawn(5, 2, 32), drawn(5, 2, 16), turn)
+    assert launches == [(1, 2)]
+
+
 @pytest.mark.parametrize("way", ["kernel", "index", "runs"])
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 def test_swaps_with_memory_elsewhere(monkeypatch, way, together):
@@ -313,8 +337,8 @@ def part(name, out, scales):
 
 # Values are written without rotation, so that this is compiled too.
 for way, width, pairs, adjacent in (
-    (store.PLAIN, 128, 64, False), (store.PLAIN, 128, 32, True), (store.FP8, 128, 32, False),
-    (store.FP8_BY_HEAD, 128, 64, False), (store.GRID, 128, 64, True),
+    (store.PLAIN, 128, 64, False), (store.FP8, 128, 32, False),
+    (store.FP8_BY_HEAD, 128, 64, False), (store.GRID, 128, 32, True),
     (store.GRID, 256, 128, False),
 ):
     kinds = ("*bf16", "*bf16") if way == store.PLAIN else ("*u8", "*fp16")
