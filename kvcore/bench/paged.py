@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcore.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
 from kvcore.bench.clocks import Call, DeviceClock, HostClock
 from kvcore.bench.result import Row, Settings, Target
-from kvcore.engine import Backend, RaggedBatch, TensorLayout
+from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import Codec
 
@@ -40,6 +40,12 @@ PATTERN = 1021
 
 CHECKED = 3
 """Sequences of a batch whose attention is compared with float64."""
+
+ROTARY = Rotary(tuple(500_000 ** (-i / 64) for i in range(64)))
+"""Llama 3's: all of a key is rotated."""
+
+CODE_STEP = 1 / 8
+"""From a code to the one beside it, as a part of the greatest number: at most, of fp8."""
 
 HALF_EPS = 1e-4
 """Relative distance of two numbers that only dtypes of 16 bits exceed."""
@@ -243,29 +249,50 @@ class Bed:
             versions += self._peers(case, sets, queries)
         return self._rows(row, versions, case.target)
 
-    def store(self, tokens: int, target: Target | None = None) -> list[Row]:
-        """Write new tokens into blocks; compare what is read back with what codes give."""
+    def store(
+        self, tokens: int, target: Target | None = None, *, rotated: bool = False
+    ) -> list[Row]:
+        """Write new tokens into blocks; compare what is read back with what codes give.
+
+        With `rotated` the backend rotates keys first: the tables are read too, once.
+        """
         backend, size = self.backend, self.backend.layout.block_size
         calls: list[Call] = []
         sets = [tables[0] for tables in self.sets([tokens])]
         self._good = 0
         backend.fill(nan)
         rows = [self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4)]
+        turn, given = None, rows
+        if rotated:
+            positions = torch.arange(tokens, device=self.device)
+            turn = ROTARY.rotation(positions)
+            exact = Rotation(*ROTARY.angles(positions)).rotate(rows[0].double())
+            given = [exact.to(rows[0].dtype), rows[1]]
+        theirs: list[Call] = []
         for table in sets:
             plan = backend.plan(RaggedBatch([table], [0], [tokens]))
-            calls.append(_storing(backend, plan, rows))
+            calls.append(_storing(backend, plan, rows, turn))
+            if turn is not None:
+                theirs.append(_rotating(backend, plan, rows, turn))
         calls[0]()
-        error = self._stored_error(rows, sets[0], tokens)
+        error = self._stored_error(given, sets[0], tokens)
         number = DTYPES[backend.layout.dtype].itemsize
         read = tokens * 2 * KV_HEADS * WIDTH * number
         codec = backend.layout.codec
         eps = torch.finfo(DTYPES[backend.layout.dtype]).eps
-        right = {"error": error, "allowed": 0.0 if codec is None else 2 * eps}
+        allowed = 0.0 if codec is None else 2 * eps
+        if turn is not None:
+            read += turn.cos.nbytes + turn.sin.nbytes
+            # Rounding may tip a number to the one beside it, a code to the next code.
+            allowed = 2 * eps if codec is None else CODE_STEP
+        right = {"error": error, "allowed": allowed}
         versions: list[Version] = [(self.name, calls, right)]
-        if codec is None and not self.settings.check:
+        if turn is not None and self.device.type == "cuda" and not self.settings.check:
+            versions.append(("torch rotates, then stored", theirs, {}))
+        elif turn is None and codec is None and not self.settings.check:
             versions.append(("torch index_copy_", self._index_copies(sets, rows, size), {}))
         row = {
-            "operation": "store",
+            "operation": "store+rope" if rotated else "store",
             "case": f"{self.kind}, {tokens:,} tokens",
             "amount": read + tokens * self.token_bytes,
             "of": COPY,
@@ -303,6 +330,25 @@ class Bed:
                 )
             )
         return self._rows(row, versions, target, graph=False)
+
+    def move(self, count: int) -> list[Row]:
+        """Move blocks to one another's places, in cycles, as compacting a full pool does."""
+        backend = self.backend
+        tables = [table for (table,) in self.sets([count * backend.layout.block_size])]
+        self._good = 0
+        order = _shuffled(count)
+        pairs = [[(t[a], t[b]) for a, b in enumerate(order)] for t in tables]
+        before = self._content([source for source, _ in pairs[0]])
+        calls = [_moving(backend, each) for each in pairs]
+        calls[0]()
+        right = {"error": _difference(self._content([to for _, to in pairs[0]]), before)}
+        row = {
+            "operation": "move",
+            "case": f"{self.kind}, {count:,} blocks",
+            "amount": 2 * count * backend.layout.bytes_per_block,
+            "of": COPY,
+        }
+        return self._rows(row, [(self.name, calls, right)], None, graph=False)
 
     def swap(self, count: int, target: Target | None = None) -> list[Row]:
         """Bring blocks to the host and back, as preemption does, and as tiers do."""
@@ -569,12 +615,24 @@ def _attending(backend: Backend, plan: Any, queries: Tensor, options: dict[str, 
     return lambda: backend.attend(0, plan, queries, **options)
 
 
-def _storing(backend: Backend, plan: Any, rows: Sequence[Tensor]) -> Call:
-    return lambda: backend.store(0, plan, *rows)
+def _storing(
+    backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotation | None
+) -> Call:
+    if turn is None:
+        return lambda: backend.store(0, plan, *rows)
+    return lambda: backend.store_rotated(0, plan, rows[0], rows[1], turn)
+
+
+def _rotating(backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotation) -> Call:
+    return lambda: backend.store(0, plan, turn.rotate(rows[0]), rows[1])
 
 
 def _copying(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
     return lambda: backend.copy_blocks(pairs)
+
+
+def _moving(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
+    return lambda: backend.move_blocks(pairs)
 
 
 def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> Call:

@@ -54,7 +54,7 @@ class Suite:
     backend: str | None = None
 
 
-TENSOR_OPERATIONS = ("decode", "store", "copy", "swap")
+TENSOR_OPERATIONS = ("decode", "store", "store+rope", "copy", "move", "swap")
 
 SUITES: Mapping[str, Suite] = {
     "cpu": Suite("paged K/V in the memory of the host", TENSOR_OPERATIONS, CPU),
@@ -304,10 +304,13 @@ def _cpu(name: str, spec: str, settings: Settings, plugins: Plugins) -> Iterator
             tokens = 8192 // scale
             made = _lazily(maker, tokens * 3, dtype)
             yield from maker.rows("store", f"{dtype}, {tokens:,} tokens", made("store", tokens))
-        if settings.wants("copy"):
-            count = 512 // scale
+        if settings.wants("store+rope"):
+            yield from _rotated(maker, 8192 // scale, 3, dtype)
+        count = 512 // scale
+        for operation in filter(settings.wants, ("copy", "move")):
             made = _lazily(maker, 2 * count * BLOCK * 3, dtype)
-            yield from maker.rows("copy", f"{dtype}, {count:,} blocks", made("copy", count))
+            case = f"{dtype}, {count:,} blocks"
+            yield from maker.rows(operation, case, made(operation, count))
     if settings.wants("swap"):
         count = 512 // scale
         made = _lazily(maker, 2 * count * BLOCK, dtypes[0])
@@ -379,11 +382,16 @@ def _moved(maker: _Maker, dtype: str, *, short: bool) -> Iterator[Row]:
         case = f"{codec or dtype}, {tokens:,} tokens"
         goal = aim(0.81) if codec is None else None
         yield from maker.rows("store", case, made("store", tokens, goal))
+    for codec in (None, "fp8-e4m3", "int8") if wants("store+rope") else ():
+        yield from _rotated(maker, tokens, 16, dtype, codec)
     if wants("copy"):
         made = _lazily(maker, 2 * count * 16 * 4, dtype)
         yield from maker.rows(
             "copy", f"{dtype}, {count:,} blocks", made("copy", count, aim(0.9))
         )
+    if wants("move"):
+        made = _lazily(maker, count * 16 * 4, dtype)
+        yield from maker.rows("move", f"{dtype}, {count:,} blocks", made("move", count))
     for block_size in (16, 64, 128, 1024) if wants("swap") else ():
         held = max(2, total // (block_size * 4096))
         made = _lazily(maker, 2 * held * block_size, dtype, None, block_size=block_size)
@@ -444,15 +452,25 @@ def _decoded(
         yield from maker.rows("decode", f"{codec or dtype}, {case.name}", measure)
 
 
+def _rotated(
+    maker: _Maker, tokens: int, sets: int, dtype: str, codec: str | None = None
+) -> Iterator[Row]:
+    """Yield the rows of a store of keys that are yet to be rotated."""
+    made = _lazily(maker, tokens * sets, dtype, codec)
+    case = f"{codec or dtype}, {tokens:,} tokens"
+    measure = made("store", tokens, rotated=True)
+    yield from maker.rows("store+rope", case, measure)
+
+
 def _lazily(
     maker: _Maker, tokens: int, dtype: str, codec: str | None = None, **fixed: Any
 ) -> Callable[..., Callable[[], Sequence[Row]]]:
     """Return what makes a measure of an operation of `Bed`, whose pool is allocated in it."""
 
-    def made(operation: str, *arguments: Any) -> Callable[[], Sequence[Row]]:
+    def made(operation: str, *arguments: Any, **how: Any) -> Callable[[], Sequence[Row]]:
         def measure() -> Sequence[Row]:
             bed = maker.bed(tokens, dtype, codec, **fixed)
-            rows: Sequence[Row] = getattr(bed, operation)(*arguments)
+            rows: Sequence[Row] = getattr(bed, operation)(*arguments, **how)
             return rows
 
         return measure

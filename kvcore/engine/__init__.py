@@ -4,8 +4,9 @@ from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.compaction import Compactor
 from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
-from kvcore.engine.generator import Attend, AttendOptions, Generator, Rotary
+from kvcore.engine.generator import Attend, AttendOptions, Generator
 from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
+from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.models.codec import Codec, Plane
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RaggedBatch",
     "Reads",
     "Rotary",
+    "Rotation",
     "ScoreRetention",
     "Tensor",
     "TensorLayout",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.rotary import Rotation
 from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER, Codec, Part
 from kvcore.models.spec import ModelSpec
@@ -118,10 +119,12 @@ class Backend(Plugin):
         layout: layout of the allocated pool; set by `allocate`, None before.
         takes_codecs: whether the backend stores K/V as `TensorLayout.codec` codes it; a run
             refuses a codec if not.
+        moved_bytes: bytes of blocks that `move_blocks` copies at a time, and may put aside.
     """
 
     kind: ClassVar[str] = "backend"
     takes_codecs: ClassVar[bool] = False
+    moved_bytes: ClassVar[int] = 1 << 28
 
     layout: TensorLayout = None  # type: ignore[assignment]
 
@@ -186,6 +189,18 @@ class Backend(Plugin):
             InputError: the blocks hold codes of a codec; use `read`. The methods of this class
                 that work on the memory are overridden then.
         """
+
+    def store_rotated(
+        self, layer: int, plan: Any, keys: Tensor, values: Tensor, rotation: Rotation
+    ) -> None:
+        """Rotate the keys of the new tokens, then write their K/V as `store` does.
+
+        For engines that leave the rotary embedding of keys to the cache; queries they rotate
+        themselves. The generators of kvcore rotate keys before they hand them over. Unless
+        overridden, torch rotates, and `store` gets the result.
+        """
+        turned = self.tensor(rotation.rotate(keys), self.layout.dtype)
+        self.store(layer, plan, turned, values)
 
     def attend_weighed(
         self,
@@ -270,6 +285,27 @@ class Backend(Plugin):
         sources, targets = map(self._block_ids, zip(*both, strict=True))
         for part in self._all_blocks():
             part[targets] = part[sources]
+
+    def move_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Move whole blocks, `(source, target)`, in all layers, as if all at once.
+
+        Any permutation of blocks, its cycles too, and any part of one: no two pairs have the
+        same source, nor the same target. A source that is no target means nothing afterwards.
+        Unlike with one `copy_blocks`, what is put aside on the way is never more than
+        `moved_bytes`, or a block: for compacting a pool that fills the device.
+
+        Raises:
+            InputError: two pairs share a source or a target; nothing is moved.
+        """
+        most = max(1, self.moved_bytes // self.layout.bytes_per_block)
+        rounds, cycles = _in_rounds(pairs, most)
+        for moved in rounds:
+            self.copy_blocks(moved)
+        for *chain, (source, target) in cycles:
+            kept = self.swap_out([source])
+            for begin in range(0, len(chain), most):
+                self.copy_blocks(chain[begin : begin + most])
+            self.swap_in(kept, [target])
 
     def swap_out(self, blocks: Sequence[int]) -> Any:
         """Return a copy of `blocks`, all layers, in host memory, for `swap_in` alone.
@@ -356,3 +392,62 @@ class Backend(Plugin):
         """Yield K and V of every layer."""
         for layer in range(self.layout.layers):
             yield from self.layer_blocks(layer)
+
+
+Pair: TypeAlias = tuple[int, int]
+
+
+def _in_rounds(pairs: Iterable[Pair], most: int) -> tuple[list[list[Pair]], list[list[Pair]]]:
+    """Return moves in rounds of up to `most`, and the cycles that are longer, by themselves.
+
+    Of a round all sources are read before one is written, so a short cycle is whole in it. Of a
+    chain the last move, into a block that is free, goes first, and the moves of all chains
+    together step by step, so that few of a round wait for one another. So the moves of a long
+    cycle are in order, the last of which is for what its first one overwrites. O(pairs).
+
+    Raises:
+        InputError: two pairs share a source or a target.
+    """
+    both = list(pairs)
+    source_of = {target: source for source, target in both}
+    sources = set(source_of.values())
+    if not len(sources) == len(source_of) == len(both):
+        msg = "moves share a source or a target: a block goes to one place, from one"
+        raise InputError(msg)
+    ordered = _take_chains(source_of, sources)
+    rounds = [ordered[begin : begin + most] for begin in range(0, len(ordered), most)]
+    long = []
+    for cycle in _take_cycles(source_of):
+        if len(cycle) > most:
+            long.append(cycle)
+            continue
+        if not rounds or len(rounds[-1]) + len(cycle) > most:
+            rounds.append([])
+        rounds[-1] += cycle
+    return rounds, long
+
+
+def _take_chains(source_of: dict[int, int], sources: Container[int]) -> list[Pair]:
+    """Take the moves out of `source_of` that end in a block that is no source; return them."""
+    steps: list[list[Pair]] = []
+    for end in [target for target in source_of if target not in sources]:
+        target, step = end, 0
+        while target in source_of:
+            if step == len(steps):
+                steps.append([])
+            source = source_of.pop(target)
+            steps[step].append((source, target))
+            target, step = source, step + 1
+    return [pair for step in steps for pair in step]
+
+
+def _take_cycles(source_of: dict[int, int]) -> Iterator[list[Pair]]:
+    """Take what is left, cycles; yield each, a move after the one that it makes way for."""
+    while source_of:
+        target, source = source_of.popitem()
+        cycle = [(source, target)]
+        while source != target:
+            before = source_of.pop(source)
+            cycle.append((before, source))
+            source = before
+        yield cycle

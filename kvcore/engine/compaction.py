@@ -24,8 +24,9 @@ from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.generator import Generator, Rotary
+from kvcore.engine.generator import Generator
 from kvcore.engine.retention import HeldTokens, Reads, TokenRetention
+from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer

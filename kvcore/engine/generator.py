@@ -6,10 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, TypedDict, Unpack
 
-import attrs
-
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
@@ -39,54 +38,6 @@ class Attend(Protocol):
 
         Shapes and options are those of `Backend.store` and `Backend.attend`.
         """
-
-
-@attrs.frozen
-class Rotary:
-    """The rotary embedding of a layer: what tells its keys and queries their positions.
-
-    Dimension i and its partner are rotated by `position * speeds[i]` radians. A key at
-    position p that is rotated by d more is the key at p + d.
-
-    Attributes:
-        speeds: radians a position, for each pair of dimensions.
-        adjacent: whether partners are 2i and 2i + 1; else i and i + half the rotated width.
-            Dimensions beyond twice the `speeds` are not rotated.
-
-    Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
-    """
-
-    speeds: tuple[float, ...]
-    adjacent: bool = False
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the angles at `positions`, each `[..., speeds]`, in fp64.
-
-        `positions` may be negative: differences between positions.
-        """
-        positions = positions.double()
-        angles = positions[..., None] * positions.new_tensor(self.speeds)
-        return angles.cos(), angles.sin()
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return `x`, `[..., width]`, with its pairs of dimensions rotated.
-
-        `cos` and `sin` are those of `angles`, `[..., speeds]`, and broadcast. Averages of them
-        over several positions give the average of the rotated `x`.
-        """
-        import torch  # noqa: PLC0415 - only a model on tensors rotates
-
-        pairs = len(self.speeds)
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        if self.adjacent:
-            a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
-        else:
-            a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
-        turned = a * cos - b * sin, b * cos + a * sin
-        rotated = (
-            torch.stack(turned, -1).flatten(-2) if self.adjacent else torch.cat(turned, -1)
-        )
-        return torch.cat((rotated, x[..., 2 * pairs :]), -1)
 
 
 class Generator(Plugin):

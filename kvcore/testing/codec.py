@@ -264,6 +264,19 @@ class CodecTests:
         coded = self.coded(batch)
         assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
 
+    def test_moves(self) -> None:
+        """Blocks that change places hold the same, coded or not full yet, and go on there."""
+        size = self.block_size
+        batch = self.batch(5, contexts=[0, 0], lengths=[2 * size, size + 9], room=1)
+        batch.store([0, 0], [size + 5, size + 3])
+        (a, b), (c, d), (e,) = *batch.tables, batch.spare
+        batch.backend.move_blocks([(a, b), (b, a), (c, d), (d, e)])
+        moved = attrs.evolve(batch, tables=[[b, a], [d, e]])
+        moved.store([size + 5, size + 3], [size - 5, 6])
+        coded = self.coded(moved)
+        assert coded.holds(0, [b, a])
+        assert coded.holds(1, [d, e])
+
     def test_swaps(self) -> None:
         """Blocks swapped out and into others hold the same, and go on there."""
         size = self.block_size

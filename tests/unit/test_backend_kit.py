@@ -1,5 +1,6 @@
 """The conformance tests of backends: a right backend passes, wrong ones do not."""
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch tensors")
@@ -85,6 +86,24 @@ class Shallow(TorchCPU):
         super().swap_in(host[:1], blocks[:1])
 
 
+class Still(TorchCPU):
+    """Takes all rotations for those of halves."""
+
+    def store_rotated(self, layer, plan, keys, values, rotation):
+        """Rotate in the one way that it knows."""
+        other = attrs.evolve(rotation, adjacent=False)
+        super().store_rotated(layer, plan, keys, values, other)
+
+
+class Hasty(TorchCPU):
+    """Moves blocks one after the other."""
+
+    def move_blocks(self, pairs):
+        """Overwrite what is yet to move."""
+        for pair in pairs:
+            self.copy_blocks([pair])
+
+
 class Sloppy(TorchCPU):
     """Fills everything, whatever was named."""
 
@@ -138,6 +157,8 @@ class Careless(TorchCPU):
         (Unscaled, "test_scale", ()),
         (Interleaved, "test_query_heads_share", (2, 2)),
         (Rough, "test_paged_is_dense", (0, "fp64")),
+        (Still, "test_stores_rotated_keys", ("fp32", True)),
+        (Still, "test_codes_rotated_keys", (True, "int8")),
         (Shallow, "test_copies_blocks", (False,)),
         (Shallow, "test_swaps", ("fp32", False)),
         (Shallow, "test_gives_and_takes_bytes", ("fp32", False)),
@@ -155,6 +176,16 @@ def test_a_wrong_backend_fails(wrong, test, arguments):
 
     with pytest.raises(AssertionError):
         getattr(Kit(), test)(*arguments)
+
+
+def test_moving_one_after_the_other_fails(monkeypatch):
+    """A block that is overwritten before it has moved is lost."""
+
+    class Kit(BackendTests):
+        backend = Hasty
+
+    with pytest.raises(AssertionError):
+        Kit().test_moves_blocks(2, together=False, monkeypatch=monkeypatch)
 
 
 def test_allocating_less_than_asked_for_fails():

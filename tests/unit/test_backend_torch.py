@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from kvcore import InputError, PluginError, Plugins, StorageError, host
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.models.catalogue import MODELS
 from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
 
@@ -280,6 +280,47 @@ def test_keys_that_do_not_fit(backend, keys, message):
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.store(0, plan, keys, rows())
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_moves_go_in_rounds(backend, monkeypatch, most):
+    """However long a cycle, no more blocks are copied at a time than may be put aside."""
+    monkeypatch.setattr(TorchCPU, "moved_bytes", most * SMALL.bytes_per_block)
+    rounds, copy = [], backend.copy_blocks
+    monkeypatch.setattr(
+        backend, "copy_blocks", lambda pairs: (rounds.append(pairs), copy(pairs))
+    )
+    for block in range(8):
+        backend.fill(block, [block])
+    backend.move_blocks([(block, (block + 3) % 8) for block in range(8)])
+    keys = backend.read(1, [*range(8)], 32)[0][::4, 0, 0]
+    assert keys.tolist() == [(block - 3) % 8 for block in range(8)]
+    assert max(map(len, rounds)) <= most
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotary((1.0,)).rotation(torch.arange(2)),
+        Rotary((1.0,) * 4).rotation(torch.arange(1)),
+        Rotation(torch.ones(9, 2), torch.ones(9, 2), torch.tensor([1, 2])),
+        Rotation(torch.ones(1, 2), torch.ones(1, 1)),
+    ],
+    ids=["tokens", "pairs", "places", "tables"],
+)
+def test_rotations_that_do_not_fit(backend, rotation):
+    """A rotation has angles for each token, for no more than the width of a key."""
+    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
+    with pytest.raises(InputError, match="step has 1 tokens and keys are 6 wide"):
+        backend.store_rotated(0, plan, rows(), rows(), rotation)
+
+
+def test_a_rotation_of_nothing(backend):
+    """Layers that do not rotate have an embedding without speeds: keys stay as they are."""
+    plan, keys = backend.plan(RaggedBatch([[1]], [0], [1])), rows() + 3
+    still = Rotary(()).rotation(torch.arange(1))
+    backend.store_rotated(0, plan, keys, rows(), still)
+    assert backend.read(0, [1], 1)[0].equal(keys)
 
 
 @pytest.mark.parametrize(

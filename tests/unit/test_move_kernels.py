@@ -8,18 +8,19 @@ from math import nan
 import pytest
 
 from kvcore import Plugins
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore_plugins.backend import TorchCPU
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from kvcore_plugins.backend import _coded_pool, _pool  # noqa: E402 - these need torch
+from kvcore_plugins.backend.kernels import store  # noqa: E402 - needs Triton
 from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: E402 - needs Triton
 from kvcore_plugins.backend.kernels.store import (  # noqa: E402 - likewise
-    store_coded,
+    PLAIN,
+    Target,
     store_rows,
-    way_of,
 )
 
 pytestmark = [
@@ -44,7 +45,7 @@ def test_stores_rows(width, dtype):
     """Each row is in its slot, as given, and no other slot is written."""
     rows, slots = drawn(11, 3, width).to(dtype), torch.randperm(100)[:33]
     found, expected = (torch.full((100, width), nan, dtype=dtype) for _ in range(2))
-    store_rows(rows, slots, found)
+    store_rows((Target(PLAIN, [found]), slots, rows, None))
     expected[slots] = rows.flatten(0, 1)
     assert found.nan_to_num(-1).equal(expected.nan_to_num(-1))
 
@@ -53,7 +54,7 @@ def test_stores_rows_that_lie_apart():
     """Rows may be a part of a larger tensor, as the K of a fused projection is."""
     both = drawn(11, 6, 16)
     out, slots = torch.zeros(33, 16), torch.arange(33)
-    store_rows(both[:, 1::2], slots, out)
+    store_rows((Target(PLAIN, [out]), slots, both[:, 1::2], None))
     assert out.equal(both[:, 1::2].flatten(0, 1))
 
 
@@ -77,7 +78,7 @@ def test_stores_codes(spec, dtype):
     rows[3], rows[4, 1, 3], rows[5, 0, 7] = 0, 1e9, nan
     planes = [torch.zeros(50, p.bytes, dtype=torch.uint8) for p in codec.planes("keys", 1, 80)]
     slots = torch.randperm(50)[:18]
-    store_coded(rows, slots, planes, codec, way_of(codec, "keys", dtype))
+    store_rows((Target.of(codec, "keys", dtype, planes), slots, rows, None))
     coded = codec.encode("keys", rows.flatten(0, 1)[:, None])
     lost = rows.flatten(0, 1).isnan()
     if len(planes) > 1:  # a NaN makes the scale NaN, and the codes mean nothing
@@ -94,11 +95,68 @@ def test_stores_codes(spec, dtype):
         assert scales.nan_to_num(-1).equal(right.nan_to_num(-1))
 
 
+ROTATIONS = [(8, False), (8, True), (5, False), (5, True), (1, True)]
+"""Pairs of the 16 numbers of a key that are rotated, and whether partners are adjacent."""
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("pairs", "adjacent"), ROTATIONS)
+def test_rotates_keys(pairs, adjacent, dtype):
+    """Keys are rotated as in float64 and rounded once; values go with them as they are."""
+    keys, values = drawn(9, 3, 16).to(dtype), drawn(9, 3, 24, seed=1).to(dtype)
+    speeds = tuple(0.5**i for i in range(pairs))
+    cos, sin = Rotary(speeds, adjacent).angles(torch.arange(3, 12))
+    places = [torch.full((50, width), nan, dtype=dtype) for width in (16, 24)]
+    slots = torch.randperm(50)[:27]
+    store_rows(
+        (Target(PLAIN, places[:1]), slots, keys, Rotation(cos, sin, adjacent=adjacent)),
+        (Target(PLAIN, places[1:]), slots.flip(0), values, None),
+    )
+    exact = Rotary(speeds, adjacent).rotate(keys.double(), cos[:, None], sin[:, None])
+    found = places[0][slots].view(9, 3, 16).double()
+    # The interpreter rounds to bf16 towards zero.
+    step = torch.finfo(dtype).eps / (1 if dtype == torch.bfloat16 else 2)
+    limit = step * exact.abs() + (1e-6 if dtype.itemsize < 8 else 1e-12)
+    assert ((found - exact).abs() <= 1.01 * limit).all()
+    assert found[..., 2 * pairs :].equal(keys[..., 2 * pairs :].double())
+    assert places[1][slots.flip(0)].equal(values.flatten(0, 1))
+    assert sum(place.isnan().any(1).sum() for place in places) == 2 * (50 - 27)
+
+
+def test_rotates_by_rows_of_a_table():
+    """A table for all positions, and the places of the tokens in it, are the same angles."""
+    keys, positions = drawn(6, 2, 16), torch.tensor([7, 0, 3, 3, 99, 50])
+    rotary, slots, found = Rotary((1.0, 0.1, 0.01)), torch.arange(12), []
+    table = rotary.rotation(torch.arange(100))
+    named = Rotation(table.cos, table.sin, positions)
+    for rotation in (named, rotary.rotation(positions)):
+        found.append(torch.zeros(12, 16))
+        store_rows((Target(PLAIN, found[-1:]), slots, keys, rotation))
+    assert found[0].equal(found[1])
+    torch.testing.assert_close(found[0], named.rotate(keys).flatten(0, 1))
+
+
+@pytest.mark.parametrize("spec", ["int8", "fp8-e4m3", "fp8-e5m2:scale=head"])
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_rotates_what_it_codes(spec, adjacent):
+    """Codes are those of rotated keys; rounding may tip one to the code beside it."""
+    codec, keys = Plugins().build("codec", spec), drawn(9, 2, 80).half()
+    rotation = Rotary(tuple(0.8**i for i in range(30)), adjacent).rotation(torch.arange(9))
+    planes = [torch.zeros(18, p.bytes, dtype=torch.uint8) for p in codec.planes("keys", 1, 80)]
+    target = Target.of(codec, "keys", torch.float16, planes)
+    store_rows((target, torch.arange(18), keys, rotation))
+    coded = codec.encode("keys", rotation.rotate(keys).flatten(0, 1)[:, None])
+    codes = planes[0].int(), coded[0].view(torch.uint8).flatten(1).int()
+    apart = (codes[0] - codes[1]).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 0.01
+
+
 def test_codecs_without_a_kernel():
     """They are coded by their own functions."""
     for spec in ("int4", "int8:keys=channel", "kivi:bits=2"):
-        assert way_of(Plugins().build("codec", spec), "keys", torch.float32) is None
-    assert way_of(Plugins().build("codec", "int8"), "keys", torch.float64) is None
+        assert Target.of(Plugins().build("codec", spec), "keys", torch.float32, []) is None
+    assert Target.of(Plugins().build("codec", "int8"), "keys", torch.float64, []) is None
 
 
 @pytest.mark.parametrize(
@@ -158,8 +216,9 @@ def test_copies_overlapping_blocks(monkeypatch, pairs, way):
         assert new.equal(expected)
 
 
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("spec", [None, "int8", "fp8-e4m3", "int4", "kivi:bits=4"])
-def test_backends_store_alike(monkeypatch, spec):
+def test_backends_store_alike(monkeypatch, spec, rotated):
     """What a backend has stored, copied and swapped is the same with kernels and without."""
     codec = None if spec is None else Plugins().build("codec", spec)
     found = []
@@ -171,11 +230,38 @@ def test_backends_store_alike(monkeypatch, spec):
         backend.allocate(TensorLayout(blocks=6, dtype="fp16", codec=codec, **sizes))
         plan = backend.plan(RaggedBatch([[4, 1]], [0], [43]))
         rows = (drawn(43, 2, width, seed=width).half() for width in (32, 64))
-        backend.store(0, plan, *rows)
+        if rotated:
+            turn = Rotary((1.0, 0.5, 0.1)).rotation(torch.arange(43))
+            backend.store_rotated(0, plan, *rows, turn)
+        else:
+            backend.store(0, plan, *rows)
         backend.copy_blocks([(4, 0), (1, 4)])
         backend.swap_in(backend.swap_out([0, 4]), [2, 3])
         found.append(backend.read(0, [2, 3], 43))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("spec", [None, "int8"])
+def test_stores_in_one_launch(monkeypatch, spec):
+    """K and V of a layer are one launch, keys that are rotated on the way too."""
+    for module in (_pool, _coded_pool):
+        monkeypatch.setattr(module, "kernels_for", lambda _: True)
+    codec = None if spec is None else Plugins().build("codec", spec)
+    backend, kernel = TorchCPU(), store._store
+    sizes = {"block_size": 16, "layers": 1, "kv_heads": 2, "head_dim": 32, "value_dim": 16}
+    backend.allocate(TensorLayout(blocks=2, codec=codec, **sizes))
+    launches = []
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(store, "_store", Counted())
+    plan = backend.plan(RaggedBatch([[1]], [0], [5]))
+    turn = Rotary((1.0,)).rotation(torch.arange(5))
+    backend.store_rotated(0, plan, drawn(5, 2, 32), drawn(5, 2, 16), turn)
+    assert launches == [(1, 2)]
 
 
 @pytest.mark.parametrize("way", ["kernel", "index", "runs"])
@@ -243,18 +329,28 @@ check(
     {"word": tl.int64, "pair": 2, "chunk": 1024, "from_stage": False, "to_stage": False},
     ("v2.b64",),
 )
-shape = {"width": 128, "columns": 128, "per_program": store.ROWS, "precision": 3, "bias": 7}
-rows = {"rows": "*bf16", "slots": "*i64", "out": "*bf16", "scales": "*bf16", "count": "i32",
-        "heads": "i32", "token_stride": "i32", "head_stride": "i32", "factor": "fp32",
-        "greatest": "fp32"}
-check(store._store, rows, shape | {"way": store.PLAIN}, ("v4.b32", "v2.b64"))
-for way in (store.FP8, store.FP8_BY_HEAD, store.GRID):
-    check(
-        store._store,
-        rows | {"out": "*u8", "scales": "*fp16"},
-        shape | {"way": way},
-        ("v4.b32", "v2.b64", "v2.b32"),
-    )
+def part(name, out, scales):
+    kinds = {"": "*bf16", "_slots": "*i64", "_out": out, "_scales": scales}
+    kinds |= {"_token_stride": "i32", "_head_stride": "i32", "_factor": "fp32",
+              "_greatest": "fp32"}
+    return {(name if kind else name + "s") + kind: what for kind, what in kinds.items()}
+
+# Values are written without rotation, so that this is compiled too.
+for way, width, pairs, adjacent in (
+    (store.PLAIN, 128, 64, False), (store.FP8, 128, 32, False),
+    (store.FP8_BY_HEAD, 128, 64, False), (store.GRID, 128, 32, True),
+    (store.GRID, 256, 128, False),
+):
+    kinds = ("*bf16", "*bf16") if way == store.PLAIN else ("*u8", "*fp16")
+    signature = part("key", *kinds) | part("value", *kinds)
+    signature |= {"cosines": "*fp32", "sines": "*fp32", "places": "*i64", "count": "i32",
+                  "heads": "i32"}
+    constants = {f"{name}_{what}": width for name in ("key", "value")
+                 for what in ("width", "columns")}
+    constants |= {"per_program": store.TURNED // width, "way": way, "precision": 3, "bias": 7,
+                  "pairs": pairs, "adjacent": adjacent, "named": adjacent}
+    check(store._store, signature, constants,
+          ("v4.b32", "v2.b64") if way == store.PLAIN else ("v4.b32", "v2.b64", "v2.b32"))
 """
 """Compiles kernels for GPUs that need not be there."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -26,6 +27,9 @@ from kvcore_plugins.backend._pool import (
     gathered,
     kernels_for,
 )
+
+if TYPE_CHECKING:
+    from kvcore_plugins.backend.kernels.store import Target
 
 PLANE_DTYPES = TORCH_DTYPES | {
     "uint8": torch.uint8,
@@ -138,11 +142,6 @@ class CodedHalf(Half):
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens: coded if by token, else onto the stage and from there."""
         if self.by_token:
-            if self._way is not None:
-                from kvcore_plugins.backend.kernels.store import store_coded  # noqa: PLC0415
-
-                store_coded(rows, slots, self._token_planes, self._codec, self._way)
-                return
             coded = self._encoded(rows.flatten(0, 1)[:, None])
             for plane, data in zip(self._token_planes, coded, strict=True):
                 plane.index_copy_(0, slots, data)
@@ -165,13 +164,14 @@ class CodedHalf(Half):
                 self._put(ended, torch.stack([self.stage[block] for block in ended]))
 
     @cached_property
-    def _way(self) -> int | None:
-        """How Triton's kernel codes new tokens; None: the codec's own function does."""
+    def target(self) -> Target | None:
+        """Where Triton's kernel codes new tokens; None: the codec's own function does."""
         if not kernels_for(self.planes[0].device):
             return None
-        from kvcore_plugins.backend.kernels.store import way_of  # noqa: PLC0415 - Triton's
+        from kvcore_plugins.backend.kernels.store import Target  # noqa: PLC0415 - Triton's
 
-        return way_of(self._codec, self._part, self.stage.rows.dtype)
+        dtype = self.stage.rows.dtype
+        return Target.of(self._codec, self._part, dtype, self._token_planes)
 
     def content(self, blocks: Sequence[int]) -> Tensor:
         """Return what `blocks` hold, `[blocks, kv_heads, block_size, width]`."""

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from kvcore import InputError
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, Rotation, TensorLayout
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.copy import RowMover
+    from kvcore_plugins.backend.kernels.store import Target
 
 Upload: TypeAlias = Callable[[Tensor], Tensor]
 """Returns a host tensor on the device."""
@@ -157,6 +158,11 @@ class Half(ABC):
     def tokens(self, index: Tensor, gather: Gather) -> Tensor:
         """Return K/V of the tokens with the rows `index`, `[n, width]`."""
 
+    @property
+    @abstractmethod
+    def target(self) -> Target | None:
+        """Where Triton's kernel writes new K/V, and how; None: it cannot, `store` does."""
+
     @abstractmethod
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
@@ -218,14 +224,18 @@ class LayerTensor(Half):
         """Return K/V of the tokens with the rows `index`, `[n, width]`."""
         return gather(self.by_token, index)
 
+    @property
+    def target(self) -> Target | None:
+        """Where Triton's kernel writes new K/V; None where it is not used."""
+        if not kernels_for(self.by_token.device):
+            return None
+        from kvcore_plugins.backend.kernels.store import PLAIN, Target  # noqa: PLC0415 - Triton's
+
+        return Target(PLAIN, (self.by_token,))
+
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
         """Write K/V of new tokens, `[tokens, kv_heads, width]`, into the rows `slots`."""
-        if kernels_for(self.by_token.device):
-            from kvcore_plugins.backend.kernels.store import store_rows  # noqa: PLC0415 - Triton's
-
-            store_rows(rows, slots, self.by_token)
-        else:
-            self.by_token.index_copy_(0, slots, rows.flatten(0, 1))
+        self.by_token.index_copy_(0, slots, rows.flatten(0, 1))
 
     def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
         """Move tokens, row by row."""
@@ -315,6 +325,31 @@ class Pool:
     def staged_bytes(self) -> int:
         """Bytes besides the allocation, of blocks that a codec has yet to code."""
         return 0
+
+    def store(
+        self,
+        layer: int,
+        slots: tuple[Tensor, Tensor],
+        rows: tuple[Tensor, Tensor],
+        writes: Writes | None,
+        rotation: Rotation | None,
+    ) -> None:
+        """Write K and V of new tokens, `[tokens, kv_heads, width]` each, the keys rotated.
+
+        What Triton's kernel can write is one launch, K and V together.
+        """
+        halves = self.keys[layer], self.values[layer]
+        new = []
+        for half, at, part, turn in zip(halves, slots, rows, (rotation, None), strict=True):
+            target = half.target
+            if target is not None:
+                new.append((target, at, part, turn))
+            else:
+                half.store(at, part if turn is None else turn.rotate(part), writes)
+        if new:
+            from kvcore_plugins.backend.kernels.store import store_rows  # noqa: PLC0415 - Triton's
+
+            store_rows(*new)
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks, `(source, target)`; all are read before one is written.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 import attrs
 
 from kvcore import Backend, InputError, StorageError
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, Rotation, TensorLayout
 from kvcore.host import cpus
 from kvcore.models.codec import Part
 from kvcore.models.spec import ModelSpec
@@ -199,13 +199,44 @@ class TorchBackend(Backend):
         Raises:
             InputError: shapes or dtypes are not those of the step and the layout.
         """
-        layout, pool, count = self.layout, self._pool, plan.batch.total_tokens
-        for what, part, slots, rows, width in (
-            ("keys", pool.keys[layer], plan.key_slots, keys, layout.head_dim),
-            ("values", pool.values[layer], plan.value_slots, values, layout.value_dim),
-        ):
-            self._match(what, rows, (count, layout.kv_heads, width))
-            part.store(slots, self.stage(rows.detach()), plan.writes)
+        self._store(layer, plan, keys, values, None)
+
+    def store_rotated(
+        self, layer: int, plan: StepPlan, keys: Tensor, values: Tensor, rotation: Rotation
+    ) -> None:
+        """Scatter rotated keys and values into the slots; kernels rotate on the way.
+
+        Raises:
+            InputError: shapes or dtypes are not those of the step and the layout, or tables
+                of the rotation do not fit the keys.
+        """
+        count, width, tables = plan.batch.total_tokens, self.layout.head_dim, rotation.cos.shape
+        rows = tables[0] if rotation.places is None else len(rotation.places)
+        if rotation.sin.shape != tables or rows != count or 2 * tables[1] > width:
+            msg = (
+                f"a rotation of {rows} tokens by tables {list(tables)} and "
+                f"{list(rotation.sin.shape)}, where the step has {count} tokens and keys are "
+                f"{width} wide: give cosines and sines [n, pairs], up to {width // 2} pairs, "
+                "with a row for each token, or places that name one for each"
+            )
+            raise InputError(msg)
+        self._store(layer, plan, keys, values, rotation if rotation.pairs else None)
+
+    def _store(
+        self,
+        layer: int,
+        plan: StepPlan,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation | None,
+    ) -> None:
+        """Scatter K/V, after a look at what is given."""
+        layout, count = self.layout, plan.batch.total_tokens
+        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
+        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
+        rows = self.stage(keys.detach()), self.stage(values.detach())
+        slots = plan.key_slots, plan.value_slots
+        self._pool.store(layer, slots, rows, plan.writes, rotation)
 
     def attend(
         self,

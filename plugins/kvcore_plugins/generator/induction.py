@@ -9,7 +9,7 @@ import attrs
 
 from kvcore import Backend, Generator, InputError
 from kvcore.engine import Attend, RaggedBatch, Tensor
-from kvcore.engine.generator import Rotary
+from kvcore.engine.rotary import Rotary
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator._shape import checked_dtype, without_torch
 from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows

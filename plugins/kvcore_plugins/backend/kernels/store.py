@@ -1,6 +1,7 @@
-"""Kernels that write new K/V into blocks: as it is, or as a codec by token codes it.
+"""A kernel that writes new K/V into blocks: as it is, or as a codec by token codes it.
 
-One pass: what is coded is read once and never written but as codes. Needs Triton.
+One pass and one launch for K and V: keys are rotated on the way if they are yet to be, and
+what is coded is read once and never written but as codes. Needs Triton.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
@@ -9,17 +10,23 @@ One pass: what is coded is read once and never written but as codes. Needs Trito
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import attrs
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
+from kvcore.engine import Rotation
 from kvcore.models.codec import Codec, Part
 from kvcore_plugins.codec import E4M3, E5M2, INT8
 
 ROWS, WARPS = 32, 4
 """Rows that a program writes, a row being the K or V of a token in a head, and its warps."""
+
+TURNED = 4096
+"""Numbers that a program rotates, at most: it holds them with partners and angles."""
 
 PLAIN, FP8, FP8_BY_HEAD, GRID = range(4)
 """How a row is stored."""
@@ -55,31 +62,86 @@ def _fp8(number, precision: tl.constexpr, bias: tl.constexpr):
 
 
 @triton.jit
-def _store(
+def _rotated(
+    number,
+    rows,
+    begin,
+    token,
+    cosines,
+    sines,
+    places,
+    live,
+    per_program: tl.constexpr,
+    columns: tl.constexpr,
+    pairs: tl.constexpr,
+    adjacent: tl.constexpr,
+    named: tl.constexpr,
+):
+    """Return rows rotated by their angles, computed in the dtype of the tables."""
+    at = tl.load(places + token, mask=live, other=0).to(tl.int64) if named else token
+    at = (at * pairs)[:, None]
+    if adjacent:
+        pair = tl.arange(0, columns // 2)
+        turns = live[:, None] & (pair < pairs)[None, :]
+        cos = tl.load(cosines + at + pair[None, :], mask=turns, other=1.0)
+        sin = tl.load(sines + at + pair[None, :], mask=turns, other=0.0)
+        apart = tl.reshape(number.to(cos.dtype), (per_program, columns // 2, 2))
+        a, b = tl.split(apart)
+        joined = tl.join(a * cos - b * sin, b * cos + a * sin)
+        turned = tl.reshape(joined, (per_program, columns))
+    else:
+        # A partner is in another lane: it is loaded again, from the cache of the core.
+        column = tl.arange(0, columns)
+        first = column < pairs
+        pair = tl.where(first, column, column - pairs)
+        partner = tl.where(first, column + pairs, column - pairs)
+        turns = live[:, None] & (column < 2 * pairs)[None, :]
+        cos = tl.load(cosines + at + pair[None, :], mask=turns, other=1.0)
+        sin = tl.load(sines + at + pair[None, :], mask=turns, other=0.0)
+        other = tl.load(rows + begin[:, None] + partner[None, :], mask=turns, other=0.0)
+        sin = tl.where(first[None, :], -sin, sin)
+        turned = number.to(cos.dtype) * cos + other.to(cos.dtype) * sin
+    return turned.to(number.dtype)
+
+
+@triton.jit
+def _write(
     rows,
     slots,
     out,
     scales,
-    count,
-    heads,
     token_stride,
     head_stride,
     factor,
     greatest,
+    cosines,
+    sines,
+    places,
+    count,
+    heads,
     width: tl.constexpr,
     columns: tl.constexpr,
     per_program: tl.constexpr,
     way: tl.constexpr,
     precision: tl.constexpr,
     bias: tl.constexpr,
+    pairs: tl.constexpr,
+    adjacent: tl.constexpr,
+    named: tl.constexpr,
 ):
     """Write `per_program` rows; `columns` is the power of two from `width` on."""
     row = tl.program_id(0) * per_program + tl.arange(0, per_program)
     column = tl.arange(0, columns)
     live = row < count
     there = live[:, None] & (column < width)[None, :]
-    begin = (row // heads).to(tl.int64) * token_stride + (row % heads) * head_stride
+    token = (row // heads).to(tl.int64)
+    begin = token * token_stride + (row % heads) * head_stride
     number = tl.load(rows + begin[:, None] + column[None, :], mask=there, other=0.0)
+    if pairs > 0:
+        number = _rotated(
+            number, rows, begin, token, cosines, sines, places, live,
+            per_program, columns, pairs, adjacent, named,
+        )  # fmt: skip
     slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
     place = out + (slot * width)[:, None] + column[None, :]
     if way == 0:
@@ -116,72 +178,147 @@ def _store(
             tl.store(scales + slot * 2 + 1, zero, mask=live)
 
 
-def store_rows(rows: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Write rows, `[tokens, heads, width]`, to the rows `slots` of `out`, `[n, width]`."""
-    _launch(rows, slots, out, out, PLAIN)
-
-
-def way_of(codec: Codec, part: Part, dtype: torch.dtype) -> int | None:
-    """Return how `store_coded` codes as a codec does; None: it cannot."""
-    if dtype == torch.float64:
-        return None
-    if isinstance(codec, E4M3 | E5M2):
-        return FP8 if codec.scale == "tensor" else FP8_BY_HEAD
-    if isinstance(codec, INT8) and codec.by_token(part):
-        return GRID
-    return None
-
-
-def store_coded(
-    rows: Tensor, slots: Tensor, planes: Sequence[Tensor], codec: Codec, way: int
+@triton.jit
+def _store(
+    keys,
+    key_slots,
+    key_out,
+    key_scales,
+    key_token_stride,
+    key_head_stride,
+    key_factor,
+    key_greatest,
+    values,
+    value_slots,
+    value_out,
+    value_scales,
+    value_token_stride,
+    value_head_stride,
+    value_factor,
+    value_greatest,
+    cosines,
+    sines,
+    places,
+    count,
+    heads,
+    key_width: tl.constexpr,
+    key_columns: tl.constexpr,
+    value_width: tl.constexpr,
+    value_columns: tl.constexpr,
+    per_program: tl.constexpr,
+    way: tl.constexpr,
+    precision: tl.constexpr,
+    bias: tl.constexpr,
+    pairs: tl.constexpr,
+    adjacent: tl.constexpr,
+    named: tl.constexpr,
 ) -> None:
-    """Code rows, `[tokens, heads, width]`, and write them to the rows `slots` of planes.
+    """Write rows of keys, rotated if there are `pairs`, or in the second half of values."""
+    if tl.program_id(1) == 0:
+        _write(
+            keys, key_slots, key_out, key_scales, key_token_stride, key_head_stride,
+            key_factor, key_greatest, cosines, sines, places, count, heads,
+            key_width, key_columns, per_program, way, precision, bias, pairs, adjacent, named,
+        )  # fmt: skip
+    else:
+        _write(
+            values, value_slots, value_out, value_scales, value_token_stride,
+            value_head_stride, value_factor, value_greatest, cosines, sines, places, count,
+            heads, value_width, value_columns, per_program, way, precision, bias, 0, adjacent,
+            named,
+        )  # fmt: skip
 
-    Planes are bytes, with a row for each token of each head, as in the coded pool.
+
+@attrs.frozen(eq=False)
+class Target:
+    """Where new K or V is written, and how.
+
+    Attributes:
+        way: how a row is stored; the same for K and V of a pool.
+        planes: matrices with a row for each token of each head: numbers as they are, or a
+            codec's codes and scales as bytes.
+        factor, greatest: by what a codec divides numbers, and its greatest one.
+        precision, bias: bits of the mantissa, and bias of the exponent, of fp8.
     """
-    codes, *rest = planes
-    greatest = factor = 1.0
-    if isinstance(codec, E4M3 | E5M2):
-        greatest, factor = codec.greatest, codec.factor
-    precision, bias = (2, 15) if isinstance(codec, E5M2) else (3, 7)
-    scales = rest[0].view(torch.float16) if rest else codes
-    _launch(rows, slots, codes, scales, way, factor, greatest, precision, bias)
+
+    way: int
+    planes: Sequence[Tensor]
+    factor: float = 1.0
+    greatest: float = 1.0
+    precision: int = 3
+    bias: int = 7
+
+    @classmethod
+    def of(
+        cls, codec: Codec, part: Part, dtype: torch.dtype, planes: Sequence[Tensor]
+    ) -> Target | None:
+        """Return the target in the planes of a codec; None: the kernel cannot code so."""
+        if dtype == torch.float64:
+            return None
+        if isinstance(codec, E4M3 | E5M2):
+            way = FP8 if codec.scale == "tensor" else FP8_BY_HEAD
+            precision, bias = (2, 15) if isinstance(codec, E5M2) else (3, 7)
+            return cls(way, planes, codec.factor, codec.greatest, precision, bias)
+        if isinstance(codec, INT8) and codec.by_token(part):
+            return cls(GRID, planes)
+        return None
 
 
-def _launch(
-    rows: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    scales: Tensor,
-    way: int,
-    factor: float = 1.0,
-    greatest: float = 1.0,
-    precision: int = 3,
-    bias: int = 7,
-) -> None:
-    tokens, heads, width = rows.shape
-    if not tokens:
-        return
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
+New: TypeAlias = tuple[Target, Tensor, Tensor, Rotation | None]
+"""Where rows are written, into which of its rows, the rows, and how they are rotated."""
+
+
+def store_rows(first: New, second: New | None = None) -> None:
+    """Write rows, `[tokens, heads, width]`, in one launch: those of K, of V, or of both.
+
+    The second are not rotated, and are as many as the first.
+    """
+    target, _, rows, rotation = first
+    tokens, heads, _ = rows.shape
     count = tokens * heads
-    with torch.cuda.device_of(out):  # Triton launches on the current GPU
-        _store[(triton.cdiv(count, ROWS),)](
-            rows,
-            slots,
-            out,
-            scales,
+    if not count:
+        return
+    columns = [triton.next_power_of_2(each[2].shape[2]) for each in (first, second or first)]
+    per_program = min(ROWS, max(1, TURNED // max(columns))) if rotation else ROWS
+    cosines = sines = places = rows
+    if rotation is not None:
+        # Of the width of the arithmetic; as a rule they are so already.
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        cosines, sines = (
+            table.to(rows.device, wide).contiguous() for table in (rotation.cos, rotation.sin)
+        )
+        if rotation.places is not None:
+            places = rotation.places.to(rows.device)
+    with torch.cuda.device_of(target.planes[0]):  # Triton launches on the current GPU
+        _store[(triton.cdiv(count, per_program), 1 if second is None else 2)](
+            *_arguments(first),
+            *_arguments(second or first),
+            cosines,
+            sines,
+            places,
             count,
             heads,
-            rows.stride(0),
-            rows.stride(1),
-            factor,
-            greatest,
-            width=width,
-            columns=triton.next_power_of_2(width),
-            per_program=ROWS,
-            way=way,
-            precision=precision,
-            bias=bias,
+            key_width=rows.shape[2],
+            key_columns=columns[0],
+            value_width=(second or first)[2].shape[2],
+            value_columns=columns[1],
+            per_program=per_program,
+            way=target.way,
+            precision=target.precision,
+            bias=target.bias,
+            pairs=0 if rotation is None else rotation.pairs,
+            adjacent=rotation is not None and rotation.adjacent,
+            named=rotation is not None and rotation.places is not None,
             num_warps=WARPS,
         )
+
+
+def _arguments(new: New) -> tuple[Any, ...]:
+    """Return what the kernel is told of K or V."""
+    target, slots, rows, _ = new
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    codes, *rest = target.planes
+    scales = rest[0].view(torch.float16) if rest else codes
+    strides = rows.stride(0), rows.stride(1)
+    return rows, slots, codes, scales, *strides, target.factor, target.greatest
