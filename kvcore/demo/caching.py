@@ -24,6 +24,7 @@ from kvcore.engine import (
     Backend,
     Generator,
     RaggedBatch,
+    Rotation,
     Tensor,
     TensorLayout,
 )
@@ -72,10 +73,13 @@ class SequenceCache(ABC):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
+        *,
+        rotation: Rotation | None = None,
         **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Count and keep the rows, and attend to all tokens so far: see `Attend`."""
         self.projected[layer] += len(keys)
+        keys = keys if rotation is None else rotation.rotate(keys)
         return self.attend(layer, queries, keys, values, **options)
 
     @property

@@ -191,16 +191,25 @@ class Backend(Plugin):
         """
 
     def store_rotated(
-        self, layer: int, plan: Any, keys: Tensor, values: Tensor, rotation: Rotation
+        self, layer: int, plan: Any, keys: Tensor, values: Tensor, rotation: Rotation | None
     ) -> None:
-        """Rotate the keys of the new tokens, then write their K/V as `store` does.
+        """Write the K/V of the new tokens as `store` does, the keys after a rotation, if any.
 
-        For engines that leave the rotary embedding of keys to the cache; queries they rotate
-        themselves. The generators of kvcore rotate keys before they hand them over. Unless
-        overridden, torch rotates, and `store` gets the result.
+        For generators, and engines of others, that leave the rotary embedding of keys to the
+        cache; queries they rotate themselves. Unless overridden, torch rotates, and `store`
+        gets the result.
         """
-        turned = self.tensor(rotation.rotate(keys), self.layout.dtype)
-        self.store(layer, plan, turned, values)
+        if rotation is not None:
+            keys = self.tensor(rotation.rotate(keys), self.layout.dtype)
+        self.store(layer, plan, keys, values)
+
+    @property
+    def fuses_rotation(self) -> bool:
+        """Whether `store_rotated` takes no pass more than `store`: False unless overridden.
+
+        Generators leave the rotation of their keys to it then. Known after `allocate`.
+        """
+        return False
 
     def attend_weighed(
         self,

@@ -35,6 +35,8 @@ class RaggedBatch:
             heads hold the same, `[layers, kv_heads, context]` after a compaction. None for
             the others, whose tokens lie at their positions; empty: for all, or no layer has
             a window. In layers with a window a backend needs them, and `positions`.
+        fuses_rotation: whether a generator may leave the rotation of its keys to `attend`,
+            with the option `rotation`, and should: it costs no pass of its own there.
     """
 
     block_tables: Sequence[Sequence[int]] = ()
@@ -45,6 +47,7 @@ class RaggedBatch:
     output_indices: Sequence[int | None] = ()
     seeds: Sequence[int] = ()
     held_positions: Sequence[Any] = ()
+    fuses_rotation: bool = False
 
     @property
     def total_tokens(self) -> int:

@@ -13,6 +13,7 @@ from kvcore.engine.backend import Backend, Tensor, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.compaction import Compactor, token_retention
 from kvcore.engine.generator import Attend, AttendOptions, Generator
+from kvcore.engine.rotary import Rotation
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.codec import Codec
@@ -213,6 +214,7 @@ class TensorExecutor:
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
             held_positions=self._compactor.held_positions(held, contexts),
+            fuses_rotation=self._backend.fuses_rotation,
         )
 
     def _forward(
@@ -233,9 +235,11 @@ class TensorExecutor:
                 queries: Tensor,
                 keys: Tensor,
                 values: Tensor,
+                *,
+                rotation: Rotation | None = None,
                 **options: Unpack[AttendOptions],
             ) -> Tensor:
-                self._call(backend.store, layer, plan, keys, values)
+                self._call(backend.store_rotated, layer, plan, keys, values, rotation)
                 return self._call(attended, layer, plan, queries, **options)
 
             return (forward or generator.forward)(batch, attend)

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, TypedDict, Unpack
 
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.rotary import Rotary
+from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.errors import InputError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
@@ -32,11 +32,15 @@ class Attend(Protocol):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
+        *,
+        rotation: Rotation | None = None,
         **options: Unpack[AttendOptions],
     ) -> Tensor:
         """Store the K/V of the step's tokens in the cache; return attention's output.
 
-        Shapes and options are those of `Backend.store` and `Backend.attend`.
+        Shapes and options are those of `Backend.store` and `Backend.attend`. Keys are stored
+        after the `rotation`, if there is one: a generator leaves it to this function where
+        `RaggedBatch.fuses_rotation` is True.
         """
 
 

@@ -9,7 +9,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvcore.engine import Attend, AttendOptions, Backend, DeviceMemory, Generator, RaggedBatch
+from kvcore.engine import (
+    Attend,
+    AttendOptions,
+    Backend,
+    DeviceMemory,
+    Generator,
+    RaggedBatch,
+    Rotation,
+)
 
 DTYPES = {
     "fp64": torch.float64,
@@ -105,8 +113,11 @@ class DenseCache:
             queries: Tensor,
             keys: Tensor,
             values: Tensor,
+            *,
+            rotation: Rotation | None = None,
             **options: Unpack[AttendOptions],
         ) -> Tensor:
+            keys = keys if rotation is None else rotation.rotate(keys)
             rows = (torch.split(x, list(lengths)) for x in (queries, keys, values))
             return torch.cat(
                 [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import attrs
 import pytest
 
-from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch
+from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch, Rotation
 from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
@@ -253,8 +253,11 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
+        *,
+        rotation: Rotation | None = None,
         **options: Unpack[AttendOptions],
     ) -> Tensor:
+        keys = keys if rotation is None else rotation.rotate(keys)
         window = options.get("window")
         calls.append(_Call(texts, layer, queries, keys, values, window, dtype))
         return attend(layer, queries, keys, values, **options)
@@ -311,9 +314,15 @@ def _paged(backend: Backend, batch: RaggedBatch) -> Attend:
     plan = backend.plan(batch)
 
     def attend(
-        layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        **options: Any,
     ) -> Tensor:
-        backend.store(layer, plan, keys, values)
+        backend.store_rotated(layer, plan, keys, values, rotation)
         return backend.attend(layer, plan, queries, **options)
 
     return attend

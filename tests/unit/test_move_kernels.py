@@ -7,7 +7,7 @@ from math import nan
 
 import pytest
 
-from kvcore import Plugins
+from kvcore import Plugins, run
 from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore_plugins.backend import TorchCPU
 
@@ -353,6 +353,27 @@ for way, width, pairs, adjacent in (
           ("v4.b32", "v2.b64") if way == store.PLAIN else ("v4.b32", "v2.b64", "v2.b32"))
 """
 """Compiles kernels for GPUs that need not be there."""
+
+
+@pytest.mark.parametrize("codec", [None, "int8", "int4"])
+def test_generates_alike(monkeypatch, codec):
+    """A model that leaves the rotation of its keys to the kernel draws the same tokens."""
+    found, rotated = [], []
+    rotate = Rotation.rotate
+    monkeypatch.setattr(Rotation, "rotate", lambda *both: rotated.append(1) or rotate(*both))
+    for kernels in (True, False):
+        for module in (_pool, _coded_pool):
+            monkeypatch.setattr(module, "kernels_for", lambda _, known=kernels: known)
+        model = "transformer:layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8"
+        prompts = ["a prompt of some words", "another"]
+        options = {"latency": "linear", "memory": "4MiB", "codec": codec}
+        done = run(prompts=prompts, max_output=6, generator=model, **options)
+        found.append((done.outputs, len(rotated)))
+        rotated.clear()
+    (tokens, fused), (as_torch, apart) = found
+    assert tokens == as_torch
+    # Queries alone are rotated by torch.
+    assert fused == (apart // 2 if codec != "int4" else apart)
 
 
 @pytest.mark.slow

@@ -202,7 +202,12 @@ class TorchBackend(Backend):
         self._store(layer, plan, keys, values, None)
 
     def store_rotated(
-        self, layer: int, plan: StepPlan, keys: Tensor, values: Tensor, rotation: Rotation
+        self,
+        layer: int,
+        plan: StepPlan,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation | None,
     ) -> None:
         """Scatter rotated keys and values into the slots; kernels rotate on the way.
 
@@ -210,6 +215,9 @@ class TorchBackend(Backend):
             InputError: shapes or dtypes are not those of the step and the layout, or tables
                 of the rotation do not fit the keys.
         """
+        if rotation is None:
+            self._store(layer, plan, keys, values, None)
+            return
         count, width, tables = plan.batch.total_tokens, self.layout.head_dim, rotation.cos.shape
         rows = tables[0] if rotation.places is None else len(rotation.places)
         if rotation.sin.shape != tables or rows != count or 2 * tables[1] > width:
@@ -221,6 +229,11 @@ class TorchBackend(Backend):
             )
             raise InputError(msg)
         self._store(layer, plan, keys, values, rotation if rotation.pairs else None)
+
+    @property
+    def fuses_rotation(self) -> bool:
+        """Whether Triton's kernel stores keys."""
+        return self._pool.keys[0].target is not None
 
     def _store(
         self,

@@ -9,7 +9,14 @@ import attrs
 from attrs.validators import ge
 
 from kvcore import Backend, Generator, InputError, LatencyModel
-from kvcore.engine import Draft, DraftSequence, RaggedBatch, Tensor, TokenDrafter
+from kvcore.engine import (
+    Draft,
+    DraftSequence,
+    RaggedBatch,
+    Rotation,
+    Tensor,
+    TokenDrafter,
+)
 from kvcore.engine.executor import tensor_layout
 from kvcore.engine.generator import Attend, AttendOptions
 from kvcore.engine.speculation import inverted, uniform
@@ -182,9 +189,11 @@ class DraftModel(TokenDrafter):
             queries: Tensor,
             keys: Tensor,
             values: Tensor,
+            *,
+            rotation: Rotation | None = None,
             **options: Unpack[AttendOptions],
         ) -> Tensor:
-            pool.store(layer, plan, keys, values)
+            pool.store_rotated(layer, plan, keys, values, rotation)
             return pool.attend(layer, plan, queries, **options)
 
         return attend

@@ -9,7 +9,14 @@ import attrs
 from attrs.validators import ge, gt
 
 from kvcore import Backend, Generator, InputError, LatencyModel
-from kvcore.engine import Draft, DraftSequence, RaggedBatch, Tensor, TokenDrafter
+from kvcore.engine import (
+    Draft,
+    DraftSequence,
+    RaggedBatch,
+    Rotation,
+    Tensor,
+    TokenDrafter,
+)
 from kvcore.engine.generator import AttendOptions
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import HeadCost
@@ -149,9 +156,11 @@ class Medusa(TokenDrafter):
                 keys: Tensor,
                 values: Tensor,
                 plan: Tensor = plan,
+                *,
+                rotation: Rotation | None = None,
                 **options: Unpack[AttendOptions],
             ) -> Tensor:
-                backend.store(layer, plan, keys, values)
+                backend.store_rotated(layer, plan, keys, values, rotation)
                 return backend.attend(layer, plan, queries, **options)
 
             newest = [token or 0 for token in generator.forward(batch, attend)]

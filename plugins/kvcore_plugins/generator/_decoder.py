@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from kvcore.engine import Attend
+from kvcore.engine import Attend, Rotary, Rotation
 from kvcore.models.spec import ModelSpec
 
 EPSILON = 1e-6
@@ -95,17 +95,23 @@ class Decoder:
             for _ in range(spec.layers)
         ]
         pairs = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
-        self.speeds = (theta**-pairs).to(self.embedding.device)
+        speeds = theta**-pairs
+        self.rotary = Rotary(tuple(speeds.tolist()))
+        self.speeds = speeds.to(self.embedding.device)
 
-    def states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, *, fused: bool = False
+    ) -> Tensor:
         """Return the hidden states after the last layer, `[rows, hidden]`.
 
-        `tokens` and `positions` are `[rows]`.
+        `tokens` and `positions` are `[rows]`. With `fused`, keys are given to `attend` with
+        their rotation, as `RaggedBatch.fuses_rotation` says.
         """
         spec = self.spec
         x = self.embedding[tokens]
-        angles = positions[:, None, None] * self.speeds
-        turn = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = positions[:, None] * self.speeds
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rotation = Rotation(angles.cos().to(wide), angles.sin().to(wide))
         for index, (layer, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
             y = self._normed(x, layer.attention_norm) @ layer.qkv
             queries, keys, values = (
@@ -114,12 +120,11 @@ class Decoder:
                     torch.split(y, self.widths, dim=-1), self.shapes, strict=True
                 )
             )
-            heads: Tensor = attend(
-                index,
-                rotated(queries, turn),
-                rotated(keys, turn),
-                values,
-                window=window,
+            turned = rotation.rotate(queries)
+            heads: Tensor = (
+                attend(index, turned, keys, values, window=window, rotation=rotation)
+                if fused
+                else attend(index, turned, rotation.rotate(keys), values, window=window)
             )
             x = x + heads.flatten(1) @ layer.out
             gate, up = (self._normed(x, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
@@ -132,13 +137,3 @@ class Decoder:
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
         return rms_norm(x, gain.shape, gain, EPSILON)
-
-
-def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate dimensions i and i + half of each head by the i-th angle of the position.
-
-    `x` is `[rows, heads, width]`; `turn` has the cosines and sines, `[rows, 1, width / 2]`.
-    """
-    cos, sin = turn
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

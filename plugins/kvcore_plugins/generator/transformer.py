@@ -126,7 +126,7 @@ class Transformer(Generator):
     @property
     def rotary(self) -> tuple[Rotary | None, ...]:
         """The rotary embedding, the same in all layers."""
-        return (Rotary(tuple(self._decoder.speeds.tolist())),) * self._spec.layers
+        return (self._decoder.rotary,) * self._spec.layers
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights."""
@@ -166,7 +166,8 @@ class Transformer(Generator):
         `[sequences with an output index, vocabulary]`.
         """
         tensor = self.backend.tensor
-        states = self._decoder.states(tensor(batch.token_ids), tensor(batch.positions), attend)
+        tokens, positions = tensor(batch.token_ids), tensor(batch.positions)
+        states = self._decoder.states(tokens, positions, attend, fused=batch.fuses_rotation)
         self.states = states[sampled_rows(batch)]
         return self._decoder.logits(self.states)
 
