@@ -107,7 +107,7 @@ class LatencyModel(Plugin):
         context = work.context
         try:
             if len(context) == 1:
-                (pairs,) = context
+                pairs = context[0]
                 times = [a + b * pairs for a, b in self.pieces(work)]
             else:
                 times = [
