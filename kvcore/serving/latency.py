@@ -107,15 +107,17 @@ class LatencyModel(Plugin):
         context = work.context
         try:
             if len(context) == 1:
-                pairs = context[0]
-                times = [a + b * pairs for a, b in self.pieces(work)]
+                pairs, times = context[0], []
+                for a, b in self.pieces(work):
+                    times.append(a + b * pairs)  # noqa: PERF401 - of one line, mostly
             else:
                 times = [
                     piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
                     for piece in self.pieces(work)
                 ]
-            longest = max(times)
-            is_whole = type(sum(times)) is int
+            # One line is the rule: nothing to compare then.
+            longest = times[0] if len(times) == 1 else max(times)
+            is_whole = type(longest if len(times) == 1 else sum(times)) is int
         except FAILURES as error:
             raise_policy_error(self, "pieces", error)
         if longest < 0 or not is_whole:
