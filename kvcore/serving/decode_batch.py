@@ -667,9 +667,10 @@ class DecodeAllocator:
                 self._grow_by_count(need)
                 self.allocated_until = end
                 return steps
+        tree = cache.tree
         for step in batch.growing_between(first, end):
             jobs = batch.growing(step) or []
-            if len(jobs) > cache.available_blocks:
+            if len(jobs) > tree.pool.free_blocks + tree.unpinned_blocks:
                 end = step
                 break
             now = (clock_ps + times.total(step - start)) // PS_PER_NS
@@ -680,12 +681,17 @@ class DecodeAllocator:
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         cache = self._cache
-        if self._by_count and len(jobs) <= cache.pool.free_blocks:
-            cache.pool.allocate(len(jobs))
+        if self._by_count:
+            if len(jobs) <= cache.pool.free_blocks:
+                cache.pool.allocate(len(jobs))
+                return
+            for job in jobs:
+                assert job.seq is not None
+                cache.reserve(job.seq, now)
             return
         for job in jobs:
             assert job.seq is not None
-            self._cache.settle(job.seq, job.length + ahead)
+            cache.settle(job.seq, job.length + ahead)
             cache.extend(job.seq, 1, now)
 
     def _grow_by_count(self, blocks: int) -> None:
