@@ -290,12 +290,11 @@ class KVCache:
             OutOfBlocks: there is no room; nothing has changed.
             PolicyError: a plugin failed.
         """
-        tree, trace = self.tree, self.trace
+        tree, trace, geometry = self.tree, self.trace, self.geometry
         if tree.failure is not None:
             self._raise_failure()
         if trace is not None:
             self._set_key_tokens(request, trace)
-        geometry = self.geometry
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -341,9 +340,8 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
-        hints = request.hints
-        if hints is not NO_HINTS and hints.share is not None:
-            seq.cacheable = min(cacheable, hints.share // size)
+        if request.hints.share is not None:
+            seq.cacheable = min(cacheable, request.hints.share // size)
         tree.open(seq, match, need, now, hit < limit, resumed)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit, length, hit * size, resumed)
@@ -558,7 +556,7 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(
+    def close(  # noqa: C901 - one end, told from top to bottom
         self,
         seq: Sequence,
         now: int | None = None,
@@ -577,8 +575,7 @@ class KVCache:
             now = self._at(now)
         self.now = now
         if length is not None:
-            seq.tokens = length = length - seq.compacted  # as `settle` does
-            seq.blocks = -(-length // self.geometry.block_size)
+            self.settle(seq, length)
         seq.is_open = False
         del self.sequences[seq.id]
         if seq.family is not None:

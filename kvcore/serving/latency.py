@@ -109,7 +109,7 @@ class LatencyModel(Plugin):
             if len(context) == 1:
                 pairs, times = context[0], []
                 for a, b in self.pieces(work):
-                    times.append(a + b * pairs)  # noqa: PERF401 - of one line, mostly
+                    times.append(a + b * pairs)
             else:
                 times = [
                     piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))

@@ -631,7 +631,6 @@ class ServingLoop:
 
     def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
-        # In loops of their own, not comprehensions: most steps have one chunk.
         batch, batcher = self.batch, self.batcher
         chunks = batcher.chunks
         decoding = batch.size if self._mixed else 0
@@ -656,10 +655,7 @@ class ServingLoop:
         if decoding and batch.committing:
             self._commit(now)
         batcher.computed(prefilled)
-        done = []
-        for job in prefilled:
-            if self._prefill_done(job, now):
-                done.append(job)
+        done = [job for job in prefilled if self._prefill_done(job, now)] if prefilled else []
         if decoding:
             done += batch.pop_finished()
         if done:
