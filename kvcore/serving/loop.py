@@ -142,27 +142,29 @@ class Arrivals:
 
     def _read(self) -> None:
         """Read up to the next open-loop request; from the first of a session on, to the end."""
+        session_of = self._session_of
         for request in self._requests:
-            at = request.arrival
-            if request.id in self._session_of:
-                msg = f"request {request.id!r}: an earlier request has the same id"
+            at, known, session = request.arrival, request.id, request.session
+            if known in session_of:
+                msg = f"request {known!r}: an earlier request has the same id"
                 raise InputError(msg)
-            self._session_of[request.id] = request.session
-            self._closed |= request.session is not None
-            place = len(self._session_of)
+            session_of[known] = session
+            if session is not None:
+                self._closed = True
+            place = len(session_of)
             if at < self._last:
                 msg = (
-                    f"request {request.id!r} (number {place}) arrives at {at} ns, before "
+                    f"request {known!r} (number {place}) arrives at {at} ns, before "
                     f"{self._last} ns: times start at 0 and never decrease; sort the workload"
                 )
                 raise InputError(msg)
             self._last = at
             if request.after is not None:
-                session = self._session_of.get(request.after, request.session)
-                if request.session is None or session != request.session:
+                other = session_of.get(request.after, session)
+                if session is None or other != session:
                     msg = (
-                        f"request {request.id!r} of session {request.session!r} comes after "
-                        f"request {request.after!r} of session {session!r}: give both the same "
+                        f"request {known!r} of session {session!r} comes after "
+                        f"request {request.after!r} of session {other!r}: give both the same "
                         "session"
                     )
                     raise InputError(msg)
@@ -180,8 +182,10 @@ class Arrivals:
             msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
             raise InputError(msg)
         heappush(self._due, (at, place, request))
+        if self._longest < 0:
+            return
         early = request.hints.prefetch
-        if early is not None and self._longest >= 0:
+        if early is not None:
             self._longest = max(self._longest, early)
             heappush(self._ahead, (at - early, place, at, request))
             self.prefetch_at = self._ahead[0][0]
