@@ -115,9 +115,11 @@ class LatencyModel(Plugin):
                     piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
                     for piece in self.pieces(work)
                 ]
-            # One line is the rule: nothing to compare then.
-            longest = times[0] if len(times) == 1 else max(times)
-            is_whole = type(longest if len(times) == 1 else sum(times)) is int
+            if len(times) == 1:  # as a rule: then there is nothing to compare
+                longest = total = times[0]
+            else:
+                longest, total = max(times), sum(times)
+            is_whole = type(total) is int
         except FAILURES as error:
             raise_policy_error(self, "pieces", error)
         if longest < 0 or not is_whole:
