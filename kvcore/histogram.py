@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate, repeat
@@ -79,8 +79,8 @@ class Histogram:
         high = bisect_left(self._borders, max(values), low)
         ends = repeat(low), repeat(high)
         counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
-        for place, weight in zip(places, weights, strict=True):
-            counts[place] += weight
+        for (place, weight), times in Counter(zip(places, weights, strict=True)).items():
+            counts[place] += weight * times
 
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""

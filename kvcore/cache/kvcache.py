@@ -290,12 +290,12 @@ class KVCache:
             OutOfBlocks: there is no room; nothing has changed.
             PolicyError: a plugin failed.
         """
-        tree, trace = self.tree, self.trace
+        tree, trace, geometry = self.tree, self.trace, self.geometry
         if tree.failure is not None:
             self._raise_failure()
         if trace is not None:
             self._set_key_tokens(request, trace)
-        keys, tokens, blocks, cacheable, lookup, limit = self.geometry.lay_out(request, target)
+        keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
         self.now = now
@@ -304,14 +304,14 @@ class KVCache:
         if trace is not None:
             self._check_admission(request, resumed=resumed)
             trace.request(request, now)
+        size = geometry.block_size
         match = tree.match(keys, limit, now)
         if target is not None:
             longer = self._match_generated(request, match, now, target)
             if longer is not None:
                 keys, match = longer
-                cacheable = limit = (target - 1) // self.geometry.block_size
-        hit = match.blocks
-        size = self.geometry.block_size
+                cacheable = limit = (target - 1) // size
+        span, hit, unpinned, _ = match
         length, prompt_blocks = tokens, blocks
         if first_tokens is not None:
             if first_tokens < 0:
@@ -319,12 +319,12 @@ class KVCache:
                 raise InputError(msg)
             tokens = hit * size + first_tokens
             blocks = -(-tokens // size)
-        elif target is not None and self.geometry.accounting == "tokens":
+        elif target is not None and geometry.accounting == "tokens":
             tokens, blocks = target, -(-target // size)
         need = blocks - hit
         # The blocks that hit are about to be pinned: they are no room. All other unpinned
         # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
-        kept = match.unpinned_blocks + reserve
+        kept = unpinned + reserve
         if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
             if tree.pins and not self.sequences and tree.pins.make_way(blocks + reserve, now):
                 return self.open(
@@ -336,15 +336,15 @@ class KVCache:
         self._admissions += 1
         seq = Sequence(
             self._last_id, self._admissions, request, keys, cacheable, lookup, hit, tokens,
-            hit * size, blocks, length if target is None else target, match.span,
+            hit * size, blocks, length if target is None else target, span,
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
         if request.hints.share is not None:
             seq.cacheable = min(cacheable, request.hints.share // size)
-        tree.open(seq, match, need, now, missed=hit < limit, resumed=resumed)
+        tree.open(seq, match, need, now, hit < limit, resumed)
         self.sequences[seq.id] = seq
-        self.stats.admitted(lookup, hit, length, hit * size, resumed=resumed)
+        self.stats.admitted(lookup, hit, length, hit * size, resumed)
         if trace is not None:
             self._admitted.add(request.id)
             self._trace_open(trace, seq, prompt_blocks, limit, match, now, resumed=resumed)
@@ -387,7 +387,7 @@ class KVCache:
             planned, id=self._last_id, admission=self._admissions, hit_blocks=hit,
             tokens=tokens, computed=tokens, blocks=hit, span=match.span,
         )  # fmt: skip
-        tree.open(seq, match, 0, now, missed=False, resumed=True)
+        tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
             self._set_key_tokens(request, trace)
@@ -453,7 +453,7 @@ class KVCache:
             now = self._at(now)
         self.now = now
         computed = seq.computed + tokens
-        if not seq.computed <= computed <= seq.tokens:
+        if tokens < 0 or computed > seq.tokens:
             seq.refuse_commit(tokens)
         seq.computed = computed
         upto = computed // self.geometry.block_size
@@ -556,7 +556,7 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(
+    def close(  # noqa: C901 - one end, told from top to bottom
         self,
         seq: Sequence,
         now: int | None = None,
@@ -588,7 +588,10 @@ class KVCache:
                 compacted=seq.compacted,
             )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
-            self._free_last(seq, private)
+            if seq.private is None:
+                self.pool.free(None, private)
+            else:
+                self._free_last(seq, private)
         request, tree = seq.request, self.tree
         hints = request.hints
         if hints is NO_HINTS or preempted:
@@ -658,6 +661,19 @@ class KVCache:
         at the latest before the next call for it.
         """
         return not isinstance(self.pool, BlockPool)
+
+    def reserve(self, seq: Sequence, now: int) -> None:
+        """Take a block for `seq`, evicting if need be: one is free or evictable.
+
+        As `extend` does for many tokens at once, where the pool counts (see `counts_only`).
+
+        Raises:
+            PolicyError: a plugin failed.
+        """
+        if self.tree.failure is not None:
+            self._raise_failure()
+        self.now = now
+        self.tree.allocate(1, seq, now)
 
     def settle(self, seq: Sequence, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`. O(1).

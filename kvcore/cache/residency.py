@@ -20,13 +20,14 @@ EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
 """Blocks `[start, end)` of the path with these keys, and blocks evicted up to then."""
 
 
-Transition: TypeAlias = tuple[Any, ...]
-"""(keys, first, end, ratio): the blocks `[first, end)` of the path with these keys, each of
-which stands for `ratio`, were stored. With more behind it, they left."""
+Entry: TypeAlias = tuple[int, Keys[Key], int, int, int]
+"""(evictions, keys, first, end, ratio): after so many evictions the blocks `[first, end)` of
+the path with these keys were stored. Each key stands for `ratio` blocks."""
 
 
-ENTRY = 4
-"""The length of a `Transition` that says what was stored."""
+Exit: TypeAlias = tuple[Keys[Key], int, int, int, int, int, int]
+"""(keys, first, end, ratio, idle, lifetime, hits): the blocks `[first, end)` of that path left.
+Last come the ns since their last access, those since they were stored, and their hits."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
@@ -57,24 +58,28 @@ class Refaults:
         self._old: dict[Key, EvictedRun] = {}
         self._turn = window
 
-    def record(self, moves: Iterable[Transition]) -> None:
-        """Record stored and evicted runs, in order."""
+    def record(self, stored: Iterable[Entry], gone: Keys[Exit]) -> None:
+        """Record what was stored and what was evicted, each in order."""
+        done = 0
+        for evictions, keys, first, end, ratio in stored:
+            if done < evictions:
+                self._evicted(gone[done:evictions])
+                done = evictions
+            self._stored(keys, first, end, ratio)
+        self._evicted(gone[done:])
+
+    def _evicted(self, gone: Iterable[Exit]) -> None:
+        """Record evictions between which nothing was stored."""
         path: Keys[Key] | None = None
         start = upto = of = 0
-        for move in moves:
-            keys, first, end, ratio = move[:ENTRY]
-            left = len(move) > ENTRY
+        for keys, first, end, ratio, _, _, _ in gone:
             # The end of a path often leaves block by block: of one key, as one piece.
-            if left and keys is path and end == start and first // ratio == start // ratio:
+            if end == start and keys is path and first // ratio == start // ratio:
                 start = first
                 continue
             if path is not None:
                 self._left(path, start, upto, of)
-                path = None
-            if left:
-                path, start, upto, of = keys, first, end, ratio
-            else:
-                self._stored(keys, first, end, ratio)
+            path, start, upto, of = keys, first, end, ratio
         if path is not None:
             self._left(path, start, upto, of)
 
@@ -175,11 +180,12 @@ class Residency:
         self.stored_blocks = 0
         self.evicted_blocks = {"capacity": 0, "expired": 0}
         self.refaults = Refaults(blocks)
-        # Noted and not yet counted: (age, blocks) of hits; what was stored and what left
-        # for room, in order; what expired.
+        # Noted and not yet counted: (age, blocks) of hits; what was stored, what left for
+        # room, and what expired.
         self._ages: list[tuple[int, int]] = []
-        self._moves: list[Transition] = []
-        self._expired: list[Transition] = []
+        self._stored: list[Entry] = []
+        self._gone: list[Exit] = []
+        self._expired: list[Exit] = []
 
     def on_hit(self, span: Span, now: int) -> None:
         """Called when `span` and its ancestors are hit, before their statistics change."""
@@ -192,13 +198,25 @@ class Residency:
 
     def on_store(self, span: Span, blocks: int) -> None:
         """Called when the last `blocks` blocks of `span` have been stored."""
-        self.record_store(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
+        # As `record_store` does.
+        stored, end = self._stored, span.end
+        stored.append((len(self._gone), span.path_keys, end - blocks, end, span.geometry.ratio))
+        if len(stored) > BATCH:
+            self.settle()
 
     def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to be evicted."""
-        end, rested = span.end, (now - span.last_access, now - span.created, span.hit_count)
-        place = span.path_keys, end - blocks, end, span.geometry.ratio
-        self.record_evict(*place, rested, reason)
+        # As `record_evict` does.
+        notes = self._gone if reason == "capacity" else self._expired
+        end = span.end
+        notes.append(
+            (
+                span.path_keys, end - blocks, end, span.geometry.ratio,
+                now - span.last_access, now - span.created, span.hit_count,
+            )
+        )  # fmt: skip
+        if len(notes) > BATCH:
+            self.settle()
 
     def record_hit(self, age: int, blocks: int) -> None:
         """Record a hit of `blocks` blocks, `age` ns after their last access."""
@@ -206,31 +224,32 @@ class Residency:
 
     def record_store(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
         """Record that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
-        self._moves.append((keys, first, end, ratio))
-        if len(self._moves) > BATCH:
+        self._stored.append((len(self._gone), keys, first, end, ratio))
+        if len(self._stored) > BATCH:
             self.settle()
 
     def record_evict(
         self, keys: Keys[Key], first: int, end: int, ratio: int, stats: BlockStats, reason: str
     ) -> None:
         """Record that the blocks `[first, end)` of a path are evicted, and how they rested."""
-        notes = self._moves if reason == "capacity" else self._expired
+        notes = self._gone if reason == "capacity" else self._expired
         notes.append((keys, first, end, ratio, *stats))
         if len(notes) > BATCH:
             self.settle()
 
     def settle(self) -> None:
         """Count what has been noted. What returns a number does this first."""
-        ages, moves, expired = self._ages, self._moves, self._expired
-        self._ages, self._moves, self._expired = [], [], []
+        ages, expired = self._ages, self._expired
+        stored, gone = self._stored, self._gone
+        self._ages, self._expired, self._stored, self._gone = [], [], [], []
         if ages:
             self.age_at_hit.extend(*zip(*ages, strict=True))
         self._count("expired", expired)
-        self._count("capacity", [move for move in moves if len(move) > ENTRY])
-        self.stored_blocks += sum(move[2] - move[1] for move in moves if len(move) == ENTRY)
-        self.refaults.record(moves)
+        self._count("capacity", gone)
+        self.stored_blocks += sum([end - first for _, _, first, end, _ in stored])
+        self.refaults.record(stored, gone)
 
-    def _count(self, reason: str, gone: list[Transition]) -> None:
+    def _count(self, reason: str, gone: list[Exit]) -> None:
         """Count blocks that left, by how they had rested."""
         if not gone:
             return
@@ -347,7 +366,12 @@ class CacheStats:
         return cls(**{name: sum(map(attrgetter(name), caches)) for name in names})
 
     def admitted(
-        self, lookup: int, hit: int, tokens: int, hit_tokens: int, *, resumed: bool
+        self,
+        lookup: int,
+        hit: int,
+        tokens: int,
+        hit_tokens: int,
+        resumed: bool,  # noqa: FBT001 - a keyword costs more than half of the rest
     ) -> None:
         """Count an admission that hit `hit` of `lookup` blocks of `tokens` tokens."""
         if resumed:

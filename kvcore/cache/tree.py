@@ -214,9 +214,8 @@ class SpanTree:
         match: PrefixMatch,
         need: int,
         now: int,
-        *,
-        missed: bool,
-        resumed: bool,
+        missed: bool,  # noqa: FBT001 - a keyword costs more than the rest of some calls
+        resumed: bool,  # noqa: FBT001
     ) -> None:
         """Admit `seq`: pin what it hits, and allocate `need` private blocks. O(its spans).
 
@@ -253,7 +252,7 @@ class SpanTree:
         seq.private = self.allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
         if seq.span is not root:
-            self._record_hit(seq, now, resumed=resumed)
+            self._record_hit(seq, now, resumed)
 
     def missed(self, request: Request, hit: int, now: int) -> None:
         """Tell the policy that `request` has hit `hit` blocks, and not all that it could."""
@@ -261,7 +260,10 @@ class SpanTree:
             self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
 
     def _record_hit(  # noqa: C901 - one access, told from top to bottom
-        self, seq: Sequence, now: int, *, resumed: bool
+        self,
+        seq: Sequence,
+        now: int,
+        resumed: bool,  # noqa: FBT001
     ) -> None:
         """Count the access of every span that `seq` hit. O(their number).
 
@@ -368,8 +370,9 @@ class SpanTree:
         span = seq.span
         if span.children and seq.keys[span.end // self.geometry.ratio] in span.children:
             self._switch_to_cached(seq, upto, now)
+            span = seq.span
         if seq.priorities is None:
-            if seq.span.end < upto:
+            if span.end < upto:
                 self._store(seq, upto, DEFAULT_PRIORITY, None, now)
             return
         for end, priority, duration in [*seq.priorities, (upto, DEFAULT_PRIORITY, None)]:
@@ -442,17 +445,17 @@ class SpanTree:
         """
         span = seq.span
         first = span.end
-        if self._block_spans and upto - first > 1:
+        count = upto - first
+        if self._block_spans and count > 1:
             for end in range(first + 1, upto + 1):
                 self._store(seq, end, priority, until, now)
             return
         ids = seq.private
         if ids is not None:
-            count = upto - first
             seq.private = ids[count:]
             if len(ids) > count:
                 ids = ids[:count]
-        self.cached_blocks += upto - first
+        self.cached_blocks += count
         appends = (
             span.creator is seq
             and not self._block_spans
@@ -472,20 +475,19 @@ class SpanTree:
         else:
             span = self._add_child(seq, upto, priority, until, ids, now)
         if self.trace is not None:
-            blocks = upto - first
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
-                now, seq=seq.id, span=span.id, first=first, blocks=blocks, how=how,
+                now, seq=seq.id, span=span.id, first=first, blocks=count, how=how,
                 generated=span.is_generated,
             )  # fmt: skip
         if self.residency is not None:
-            self.residency.on_store(span, upto - first)
+            self.residency.on_store(span, count)
         if self._announces:
             self._announce(span, first, now, appended=appends)
         if seq.family is not None and ids is not None:
             self._share_with_forks(seq, first, ids, now)
         if self.watcher is not None and not span.is_generated:
-            self.watcher.stored(span, upto - first, now)
+            self.watcher.stored(span, count, now)
 
     def _add_child(
         self,
@@ -660,6 +662,8 @@ class SpanTree:
         surplus = -missing - self.evicted_blocks
         victims = self.evict(missing, seq.request.id, now)
         surplus += self.evicted_blocks
+        if missing == need and victims is None and not surplus:
+            return None  # as often as not, where blocks are taken one by one
         ids = pool.allocate(pool.free_blocks)
         if ids is not None and victims is not None:
             ids.extend(victims)
@@ -684,7 +688,7 @@ class SpanTree:
         self._now = now
         self.eviction.requester = requester
         evicted: Ids | None = None
-        missing = blocks
+        missing, residency = blocks, self.residency
         while missing > 0:
             span, count = self._victim(missing, now)
             ids = span.ids
@@ -700,8 +704,8 @@ class SpanTree:
             if self.watcher is not None and not span.is_generated:
                 self.watcher.leaving(span, count, now, "capacity")
             self.evicted_blocks += count
-            if self.residency is not None:
-                self.residency.on_evict(span, count, now, "capacity")
+            if residency is not None:
+                residency.on_evict(span, count, now, "capacity")
             if count == span.end - span.start:
                 self._remove(span, "capacity")
             else:
@@ -761,19 +765,24 @@ class SpanTree:
         leaf; `span.parent` can still be read, and is None afterwards.
         """
         parent: Span = span.parent  # type: ignore[assignment]
+        start = span.start
         if self._index_remove is not None:
-            self._call(self.index, "remove", self._index_remove, span, span.start)
-        assert parent.children is not None
-        del parent.children[span.path_keys[span.start // self.geometry.ratio]]
-        blocks = span.end - span.start
+            self._call(self.index, "remove", self._index_remove, span, start)
+        children = parent.children
+        assert children is not None
+        del children[span.path_keys[start // self.geometry.ratio]]
+        blocks = span.end - start
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
         if self._demoted:
             self._demoted.pop(span, None)
         if self._on_remove is not None:
-            self._call(self.eviction, "on_remove", self._on_remove, span, reason)
+            try:
+                self._on_remove(span, reason)
+            except BaseException as error:
+                raise self.fail(self.eviction, "on_remove", error) from error
         span.parent = None
-        if self._on_leaf is not None and not parent.children and not parent.ref_count:
+        if self._on_leaf is not None and not children and not parent.ref_count:
             self._call(self.eviction, "on_leaf", self._on_leaf, parent)
 
     def _trim(self, span: Span, blocks: int) -> None:

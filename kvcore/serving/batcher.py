@@ -87,12 +87,15 @@ class WaitingQueue:
 
     Among equals jobs that hold blocks go first, then those that arrived first. The eviction
     policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
+
+    Attributes:
+        entries: the jobs, in the order in which they queued up, and their places in the heap.
     """
 
-    __slots__ = ("_entries", "_heap", "_on_dequeued", "_on_queued")
+    __slots__ = ("_heap", "_on_dequeued", "_on_queued", "entries")
 
     def __init__(self, *evictions: EvictionPolicy) -> None:
-        self._entries: OrderedDict[Job, Entry] = OrderedDict()
+        self.entries: OrderedDict[Job, Entry] = OrderedDict()
         self._heap: list[Entry] = []
         self._on_queued, self._on_dequeued = (
             [
@@ -105,48 +108,51 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         """Return the number of waiting jobs."""
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[Job]:
         """Yield the jobs in the order in which they queued up, the preempted ones first."""
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __contains__(self, job: object) -> bool:
         """Return True if `job` waits."""
-        return job in self._entries
+        return job in self.entries
 
-    def push(self, job: Job, now: int, *, front: bool = False) -> None:
+    def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
         """Add `job` by its rank, or rank it anew; at the front of the order of entry."""
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._on_queued and job not in self._entries:
+        if self._on_queued and job not in self.entries:
             for policy, on_queued in self._on_queued:
                 try:
                     on_queued(job.known_request(), now, front=front)
                 except FAILURES as error:
                     raise policy_error(policy, "on_queued", error) from error
-        self._entries[job] = entry
+        entries, heap = self.entries, self._heap
+        entries[job] = entry
         if front:
-            self._entries.move_to_end(job, last=False)
+            entries.move_to_end(job, last=False)
         # An entry that a job had before stays in the heap, and is dropped when it surfaces.
-        heap = self._heap
         heappush(heap, entry)
-        if len(heap) > _SLACK * (len(self._entries) + _SLACK):
-            heap[:] = self._entries.values()
+        if len(heap) > _SLACK * (len(entries) + _SLACK):
+            heap[:] = entries.values()
             heapify(heap)
 
     def head(self) -> Job | None:
         """Return the first job in rank; None without jobs."""
-        heap, entries = self._heap, self._entries
+        heap, entries = self._heap, self.entries
         while heap:
             entry = heap[0]
-            if entries.get(entry[3]) == entry:
-                return entry[3]
+            job = entry[3]
+            if entries.get(job) == entry:
+                return job
             heappop(heap)
         return None
 
     def remove(self, job: Job, now: int) -> None:
         """Remove `job`."""
-        del self._entries[job]
+        del self.entries[job]
+        if not self._on_dequeued:
+            return
         for policy, on_dequeued in self._on_dequeued:
             try:
                 on_dequeued(job.known_request(), now)
@@ -180,6 +186,17 @@ class Batcher:
             server, as it does then; None: of none.
         batching, server: as given.
     """
+
+    # More attributes than CPython keeps in fast instance dictionaries.
+    __slots__ = (
+        "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
+        "_by_length", "_cache", "_changes_at", "_chunked", "_finished", "_full",
+        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_prefilling", "_publishes",
+        "_queued", "_ranks", "_ratio", "_reserve", "_scheduler", "_steps", "_tiers",
+        "_ties", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
+        "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
+        "server", "timers", "waiting", "without_progress",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -233,6 +250,8 @@ class Batcher:
         self._ratio = None if ratio is None else TokenRatio(ratio)
         self._full = False
         self._by_length = batching.preempts == "shortest"
+        self._max_chunk, self._max_seqs = batching.max_chunk, batching.max_seqs
+        self._chunked = batching.chunked
         self._budget = 0
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
@@ -248,7 +267,7 @@ class Batcher:
         if self._ranks:
             self._rank(job, now)
         try:
-            self.waiting.push(job, now, front=front)
+            self.waiting.push(job, now, front)
         except TypeError as error:
             raise policy_error(self._scheduler, "priority", error) from error
         if self._queued is not None:
@@ -273,17 +292,18 @@ class Batcher:
         Return True if anything but growth has happened since the last plan.
         """
         self.chunks = []
-        while self.timers and self.timers[0][0] <= now:
-            self._rank_again(heappop(self.timers)[2], now)
-        while self.loads and self.loads[0][0] <= now:
-            _, _, job, load = heappop(self.loads)
+        timers, loads = self.timers, self.loads
+        while timers and timers[0][0] <= now:
+            self._rank_again(heappop(timers)[2], now)
+        while loads and loads[0][0] <= now:
+            _, _, job, load = heappop(loads)
             self._loaded(job, load, now)
         # The running go before the waiting: first the blocks of the next decode step, then
         # admissions. Where prefill goes first it is the other way round, without prefill.
         retry = False
         if self._mixed:
             self._grow(now)
-        if self.changed and (self._prefilling or self.waiting):
+        if self.changed and (self._prefilling or self.waiting.entries):
             self._admit(now)
         if not (self._mixed or self.chunks):
             self._grow(now)
@@ -326,20 +346,20 @@ class Batcher:
         if self._keeps:
             self.retire(job)
             self._keep_generated(job, now, complete=complete)
-        trace, seq = self._cache.trace, job.seq
+        trace, request, seq = self._cache.trace, job.request, job.seq
         if trace is not None and seq is not None:
             known = job.known_request()
             trace.finish(
                 now,
-                request=job.request.id,
+                request=request.id,
                 seq=seq.id,
                 output=job.output_tokens,
                 # Those of other requests are in REQUEST already.
                 output_keys=known.output_keys if isinstance(known, TextRequest) else None,
             )
-        length = job.request.prompt_tokens + job.output_tokens - 1
         decoded, job.stage = job.stage == DECODE, DONE
-        self._allocator.close(job, now, length if decoded else None)
+        length = request.prompt_tokens + job.output_tokens - 1 if decoded else None
+        self._allocator.close(job, now, length)
         del self.running[job]
         self.blocked_job, self._full = None, False
         self.changed = True
@@ -388,13 +408,13 @@ class Batcher:
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
-        step = self._steps.count
+        step, allocator = self._steps.count, self._allocator
         if not self._batch.size:
-            self._allocator.allocated_until = step + 1
+            allocator.allocated_until = step + 1
             return
-        while self._allocator.allocated_until <= step and not self._allocator.next_step(now):
+        while allocator.allocated_until <= step and not allocator.next_step(now):
             if not self._whole:
-                self._allocator.serve_first(now)
+                allocator.serve_first(now)
             loser = self._shortest(now) if self._by_length else self._last(now)
             self._recompute(loser, now)
 
@@ -407,7 +427,7 @@ class Batcher:
                 ranks = {job: (self._priority(job, now), job.serial) for job in ongoing}
                 self._call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
-        offers = self._offers(now)
+        offers, offered_all = None if self._ranks else self._offers(now), False
         self._budget = self.batching.max_tokens
         if self._mixed:
             self._budget -= self._batch.size
@@ -421,12 +441,13 @@ class Batcher:
                 continue
             if self._unpublished:
                 self._publish(now)
-            admits = self._admits_after_preemption or not self._victims
-            offered = next(offers, None) if admits else None
+            offered: Job | None = None
+            if not offered_all and (self._admits_after_preemption or not self._victims):
+                offered = self.waiting.head() if offers is None else next(offers, None)
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
             elif ongoing:
-                offers, preemptive = iter(()), False
+                offered_all, preemptive = True, False
             else:
                 break
         if self._unpublished:
@@ -451,9 +472,9 @@ class Batcher:
         if job.stage == LOADING:
             return
         tokens = job.target - job.computed
-        most = self._budget if self.batching.max_chunk is None else self._most_tokens()
+        most = self._budget if self._max_chunk is None else self._most_tokens()
         if tokens > most:
-            if self.batching.chunked:
+            if self._chunked:
                 tokens = most
             elif self.chunks:
                 self._budget = 0
@@ -467,7 +488,7 @@ class Batcher:
 
     def _most_tokens(self) -> int:
         """Return how many tokens of a prompt the step that is planned may compute."""
-        cap = self.batching.max_chunk
+        cap = self._max_chunk
         if cap is None or len(self.running) + len(self.waiting) <= 1:
             return self._budget
         return min(cap, self._budget)
@@ -492,9 +513,7 @@ class Batcher:
         return True
 
     def _offers(self, now: int) -> Iterator[Job]:
-        """Yield waiting jobs in scheduler order; pause those that the plan pauses."""
-        if self._ranks:
-            return iter(self.waiting.head, None)
+        """Yield the waiting jobs that a plan of the scheduler admits; pause those it pauses."""
         state = LoopState(
             now,
             self.waiting,
@@ -541,9 +560,9 @@ class Batcher:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
         if job is self.blocked_job or self._full or job in self._victims:
             return False
-        if not (self.batching.chunked or self._in_one(job, now)):
+        if not (self._chunked or self._in_one(job, now)):
             return False
-        if len(self.running) >= self.batching.max_seqs:
+        if len(self.running) >= self._max_seqs:
             last = self._call("priority", self._behind, job, now)
             if last is None:
                 return False

@@ -218,28 +218,35 @@ class DecodeBatch:
         Returns:
             The number of steps, and the picoseconds they took.
         """
-        pending, size = self._gaps.pending, self.size
+        steps = took_ps = 0
+        for first, slope, count in segments:
+            took_ps += self.run(start_ps + took_ps, first, slope, count)
+            steps += count
+        return steps, took_ps
+
+    def run(self, start_ps: int, first: int, slope: int, steps: int) -> int:
+        """Run one segment from `start_ps` on, as `advance` does; return its picoseconds."""
+        pending, fresh = self._gaps.pending, self.fresh
         # Are all newest tokens from the moment at which the first step begins? Then the gap
         # before each token of it is the time of the step.
-        even = start_ps == self.last_step_ps and not self.fresh
-        took_ps = steps = 0
-        for first, slope, count in segments:
-            if even or steps or self._all_had_token_at(start_ps):
-                pending.append((first, slope, count, size))
-            else:
-                self._record_uneven(start_ps + first)
-                if count > 1:
-                    pending.append((first + slope, slope, count - 1, size))
-            steps += count
-            took_ps += count * first + slope * (count * (count - 1) // 2)
+        if self._all_had_token_at(start_ps) if fresh else start_ps == self.last_step_ps:
+            pending.append((first, slope, steps, self.size))
+        else:
+            self._record_uneven(start_ps + first)
+            if steps > 1:
+                pending.append((first + slope, slope, steps - 1, self.size))
         if len(pending) > PENDING_EVENTS:
             self._gaps.settle()
+        took_ps = first
+        if steps > 1:
+            took_ps = steps * first + slope * (steps * (steps - 1) // 2)
         self.steps.count = now = self.steps.count + steps
-        self.fresh.clear()
+        if fresh:
+            fresh.clear()
         self.last_step_ps = start_ps + took_ps
         self.context[0] += self.growth[0] * steps
         if self._is_plain:
-            return steps, took_ps
+            return took_ps
         for place in range(1, len(self.growth)):
             self.context[place] += self.growth[place] * steps
         full = self._full
@@ -248,7 +255,7 @@ class DecodeBatch:
             if self._full_at.get((job, place)) == at:
                 del self._full_at[job, place]
                 self.growth[place] -= 1
-        return steps, took_ps
+        return took_ps
 
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or commits a block."""
@@ -259,8 +266,9 @@ class DecodeBatch:
         steps = finish[0][0] - count
         if self._full:
             steps = min(steps, max(self._full[0][0] - count, 1))
-        for residue in self.committing:
-            steps = min(steps, (residue - count - 1) % self._block_size + 1)
+        if self.committing:
+            for residue in self.committing:
+                steps = min(steps, (residue - count - 1) % self._block_size + 1)
         return steps
 
     def pop_finished(self) -> list[Job]:
@@ -373,9 +381,12 @@ class StepTimes:
 
     Step i takes `max(a + b * i)` over a few lines, since the context grows by as much with
     every step. All methods are exact; they cost O(lines that are the maximum somewhere).
+
+    Attributes:
+        line: (a, b) of the only line; None: there are several.
     """
 
-    __slots__ = ("_lines",)
+    __slots__ = ("_lines", "line")
 
     def __init__(
         self, pieces: Lines[LinearPiece], context: Lines[int], growth: Lines[int]
@@ -387,11 +398,12 @@ class StepTimes:
             context: the context of the first step, by attention window.
             growth: how much each step adds to it.
         """
+        self._lines: Lines[tuple[int, int]] = ()
         if len(growth) == 1:
-            (start,), (more,) = context, growth
+            start, more = context[0], growth[0]
             if len(pieces) == 1:
                 a, b = pieces[0]
-                self._lines: Lines[tuple[int, int]] = ((a + b * start, b * more),)
+                self.line: tuple[int, int] | None = (a + b * start, b * more)
                 return
             lines = [(a + b * start, b * more) for a, b in pieces]
         else:
@@ -406,29 +418,24 @@ class StepTimes:
             top, steepest = max(lines), max(line[1] for line in lines)
             if top[1] == steepest:
                 lines = [top]
-        self._lines = lines
+        self._lines, self.line = lines, lines[0] if len(lines) == 1 else None
 
     def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:
         """Return (time of the first step, what each adds to it, steps) of straight parts."""
-        lines = self._lines
-        if len(lines) == 1:
-            a, b = lines[0]
-            return ((a, b, steps),)
-        return self._parts(steps)
+        line = self.line
+        return self._parts(steps) if line is None else ((*line, steps),)
 
     def total(self, steps: int) -> int:
         """Return the picoseconds that the first `steps` steps take together."""
-        lines = self._lines
-        if len(lines) == 1:
-            a, b = lines[0]
+        if self.line is not None:
+            a, b = self.line
             return steps * a + b * (steps * (steps - 1) // 2)
         return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
 
     def reach(self, time: int, most: int) -> int:
         """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""
-        lines = self._lines
-        if len(lines) == 1:
-            a, b = lines[0]
+        if self.line is not None:
+            a, b = self.line
             if most * a + b * (most * (most - 1) // 2) < time:
                 return most
             return max(1, _steps_for(a, b, most, time))
@@ -622,11 +629,15 @@ class DecodeAllocator:
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
-        if event_ps is not None and steps > 1:
-            steps = times.reach(event_ps - clock_ps, steps)
         if steps > 1:
-            steps = self._allocate_ahead(steps, clock_ps, times)
-        return batch.advance(clock_ps, times.segments(steps))
+            if event_ps is not None:
+                steps = times.reach(event_ps - clock_ps, steps)
+            if steps > 1:
+                steps = self._allocate_ahead(steps, clock_ps, times)
+        straight = times.line
+        if straight is None:
+            return batch.advance(clock_ps, times.segments(steps))
+        return steps, batch.run(clock_ps, straight[0], straight[1], steps)
 
     def foresee(
         self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
@@ -656,9 +667,10 @@ class DecodeAllocator:
                 self._grow_by_count(need)
                 self.allocated_until = end
                 return steps
+        tree = cache.tree
         for step in batch.growing_between(first, end):
             jobs = batch.growing(step) or []
-            if len(jobs) > cache.available_blocks:
+            if len(jobs) > tree.pool.free_blocks + tree.unpinned_blocks:
                 end = step
                 break
             now = (clock_ps + times.total(step - start)) // PS_PER_NS
@@ -669,12 +681,17 @@ class DecodeAllocator:
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         cache = self._cache
-        if self._by_count and len(jobs) <= cache.pool.free_blocks:
-            cache.pool.allocate(len(jobs))
+        if self._by_count:
+            if len(jobs) <= cache.pool.free_blocks:
+                cache.pool.allocate(len(jobs))
+                return
+            for job in jobs:
+                assert job.seq is not None
+                cache.reserve(job.seq, now)
             return
         for job in jobs:
             assert job.seq is not None
-            self._cache.settle(job.seq, job.length + ahead)
+            cache.settle(job.seq, job.length + ahead)
             cache.extend(job.seq, 1, now)
 
     def _grow_by_count(self, blocks: int) -> None:

@@ -107,15 +107,19 @@ class LatencyModel(Plugin):
         context = work.context
         try:
             if len(context) == 1:
-                (pairs,) = context
-                times = [a + b * pairs for a, b in self.pieces(work)]
+                pairs, times = context[0], []
+                for a, b in self.pieces(work):
+                    times.append(a + b * pairs)
             else:
                 times = [
                     piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
                     for piece in self.pieces(work)
                 ]
-            longest = max(times)
-            is_whole = type(sum(times)) is int
+            if len(times) == 1:  # as a rule: then there is nothing to compare
+                longest = total = times[0]
+            else:
+                longest, total = max(times), sum(times)
+            is_whole = type(total) is int
         except FAILURES as error:
             raise_policy_error(self, "pieces", error)
         if longest < 0 or not is_whole:

@@ -142,27 +142,29 @@ class Arrivals:
 
     def _read(self) -> None:
         """Read up to the next open-loop request; from the first of a session on, to the end."""
+        session_of = self._session_of
         for request in self._requests:
-            at = request.arrival
-            if request.id in self._session_of:
-                msg = f"request {request.id!r}: an earlier request has the same id"
+            at, known, session = request.arrival, request.id, request.session
+            if known in session_of:
+                msg = f"request {known!r}: an earlier request has the same id"
                 raise InputError(msg)
-            self._session_of[request.id] = request.session
-            self._closed |= request.session is not None
-            place = len(self._session_of)
+            session_of[known] = session
+            if session is not None:
+                self._closed = True
+            place = len(session_of)
             if at < self._last:
                 msg = (
-                    f"request {request.id!r} (number {place}) arrives at {at} ns, before "
+                    f"request {known!r} (number {place}) arrives at {at} ns, before "
                     f"{self._last} ns: times start at 0 and never decrease; sort the workload"
                 )
                 raise InputError(msg)
             self._last = at
             if request.after is not None:
-                session = self._session_of.get(request.after, request.session)
-                if request.session is None or session != request.session:
+                other = session_of.get(request.after, session)
+                if session is None or other != session:
                     msg = (
-                        f"request {request.id!r} of session {request.session!r} comes after "
-                        f"request {request.after!r} of session {session!r}: give both the same "
+                        f"request {known!r} of session {session!r} comes after "
+                        f"request {request.after!r} of session {other!r}: give both the same "
                         "session"
                     )
                     raise InputError(msg)
@@ -180,8 +182,10 @@ class Arrivals:
             msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
             raise InputError(msg)
         heappush(self._due, (at, place, request))
+        if self._longest < 0:
+            return
         early = request.hints.prefetch
-        if early is not None and self._longest >= 0:
+        if early is not None:
             self._longest = max(self._longest, early)
             heappush(self._ahead, (at - early, place, at, request))
             self.prefetch_at = self._ahead[0][0]
@@ -457,7 +461,7 @@ class ServingLoop:
             self._planned(now)
         if arrivals.prefetch_at <= now:
             self._prefetch(now)
-        runs = bool(batcher.chunks or self.batch.size)
+        runs = self.batch.size > 0 or len(batcher.chunks) > 0
         if self._lag and self._catch_up(now) and not runs:
             return self.begin()
         return runs
@@ -516,8 +520,8 @@ class ServingLoop:
 
     def _planned(self, now: int) -> None:
         """Record the state of the pool after a plan that changed something."""
-        events = self.log.pool.pending
-        events.append((now, self._cache.pool.free_blocks, self._cache.tree.unpinned_blocks))
+        events, tree = self.log.pool.pending, self._cache.tree
+        events.append((now, tree.pool.free_blocks, tree.unpinned_blocks))
         if len(events) > PENDING_EVENTS:
             self.log.pool.settle()
 
@@ -631,25 +635,31 @@ class ServingLoop:
 
     def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
-        batch, chunks = self.batch, self.batcher.chunks
+        batch, batcher = self.batch, self.batcher
+        chunks = batcher.chunks
         decoding = batch.size if self._mixed else 0
         took_ps, ended, named, _ = self._computed or self._compute()
         self._computed = None
         if ended:
             self._cut_short(ended)
         if decoding:
-            batch.advance(self.clock_ps, ((took_ps, 0, 1),))
-        prefill = sum([tokens for _, tokens in chunks])
+            batch.run(self.clock_ps, took_ps, 0, 1)
+        prefill = 0
+        for _, tokens in chunks:
+            prefill += tokens
         now = self._pass(1, took_ps, prefill, decoding, named)
+        commit, prefilled = self._cache.commit, []
         for job, tokens in chunks:
-            assert job.seq is not None
-            job.computed += tokens
-            self._cache.commit(job.seq, tokens, now)
-        if batch.committing and decoding:
+            seq = job.seq
+            assert seq is not None
+            job.computed = computed = job.computed + tokens
+            commit(seq, tokens, now)
+            if computed == job.target:
+                prefilled.append(job)
+        if decoding and batch.committing:
             self._commit(now)
-        prefilled = [job for job, _ in chunks if job.computed == job.target]
-        self.batcher.computed(prefilled)
-        done = [job for job in prefilled if self._prefill_done(job, now)]
+        batcher.computed(prefilled)
+        done = [job for job in prefilled if self._prefill_done(job, now)] if prefilled else []
         if decoding:
             done += batch.pop_finished()
         if done:
@@ -667,7 +677,8 @@ class ServingLoop:
             self._computed = None
             if ended:
                 self._cut_short(ended)
-            steps, took_ps = batch.advance(self.clock_ps, ((took_ps, 0, 1),))
+            steps = 1
+            batch.run(self.clock_ps, took_ps, 0, 1)
         now = self._pass(steps, took_ps, 0, tokens * steps, named)
         self.batcher.without_progress = 0
         if batch.committing:
@@ -679,7 +690,8 @@ class ServingLoop:
     def _jump(self, until: int) -> tuple[int, int]:
         """Run decode steps up to the next event, at most to the first that ends at `until`."""
         lines, event = self._foreseen()
-        event = min(event, until)
+        if until < event:
+            event = until
         event_ps = event * PS_PER_NS if event < NEVER else None
         return self.allocator.jump(lines, self.clock_ps, event_ps)
 
@@ -692,14 +704,17 @@ class ServingLoop:
         lines = self._lines.get(size)
         if lines is None:
             lines = self._lines[size] = decode_lines(self._executor.latency, size)
-        event = min(self._arrivals.next_at, self._arrivals.prefetch_at)
-        if self.batcher.timers:
-            event = min(event, self.batcher.timers[0][0])
-        if self.batcher.loads:
-            event = min(event, self.batcher.loads[0][0])
+        arrivals, batcher = self._arrivals, self.batcher
+        event = arrivals.next_at
+        if arrivals.prefetch_at < event:
+            event = arrivals.prefetch_at
+        if batcher.timers:
+            event = min(event, batcher.timers[0][0])
+        if batcher.loads:
+            event = min(event, batcher.loads[0][0])
         if self._unseen:
             event = min(event, self._unseen[0][0])
-        if self.batcher.changed:
+        if batcher.changed:
             event = 0  # there is to be another plan after the next step, whatever that does
         pins = self._cache.tree.pins
         return lines, min(event, pins.next_end) if pins else event
@@ -729,15 +744,16 @@ class ServingLoop:
             named: block keys that they made known.
         """
         del prefill, decode
+        log = self.log
         if self._lag:
             self._stepped = True
             self._began_ps = self.clock_ps
             if steps > 1:
                 self._began_ps += took_ps - self._last_step_ps()
-        self.clock_ps += took_ps
-        self.log.steps += steps
-        self.log.busy_ps += took_ps
-        now = self.clock_ps // PS_PER_NS
+        self.clock_ps = clock_ps = self.clock_ps + took_ps
+        log.steps += steps
+        log.busy_ps += took_ps
+        now = clock_ps // PS_PER_NS
         if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
             # Integers of any size, which floats divide only up to 1e308.
             took, end = float(Decimal(took_ps).scaleb(-12)), float(Decimal(now).scaleb(-9))
@@ -772,17 +788,19 @@ class ServingLoop:
     def _work(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> StepWork:
         """Return the work of a step with these prefill chunks, and the decode batch or not."""
         total = doubled = 0
-        contexts = []
         for job, tokens in chunks:
-            assert job.seq is not None
-            context = job.computed - job.seq.dropped_tokens
-            contexts.append(context)
+            seq = job.seq
+            assert seq is not None
             total += tokens
             # n tokens after a context of c attend to c + 1, ..., c + n tokens.
-            doubled += tokens * (2 * context + tokens + 1)
+            doubled += tokens * (2 * (job.computed - seq.dropped_tokens) + tokens + 1)
         pairs: tuple[int, ...] = (doubled // 2,)
         if not self._is_plain:
-            parts = [(c, tokens) for c, (_, tokens) in zip(contexts, chunks, strict=True)]
+            parts = [
+                (job.computed - job.seq.dropped_tokens, tokens)
+                for job, tokens in chunks
+                if job.seq is not None
+            ]
             pairs = tuple(
                 sum(attended_pairs(context, tokens, window) for context, tokens in parts)
                 for window in self._windows

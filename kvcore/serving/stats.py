@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import repeat
+from operator import add, mul, sub
 from typing import Any, TypeAlias
 
 import attrs
@@ -140,24 +143,22 @@ class PoolTimeline:
         self._times, self._actives, self._cacheds = array("q"), array("i"), array("i")
 
     def settle(self) -> None:
-        """Add up the pending events."""
-        blocks, peak = self.blocks, self.peak
-        now_before, active, cached = self._now, self._active, self._cached
-        active_area, cached_area = self._active_area, self._cached_area
-        for now, free, evictable in self.pending:
-            held = now - now_before
-            active_area += held * active
-            cached_area += held * cached
-            now_before, cached = now, evictable
-            active = blocks - free - evictable
-            if active > peak:
-                peak = active
-            if now >= self._due:
-                self._sample(now, active, evictable)
+        """Add up the pending events: columns at a time, in C."""
+        if not self.pending:
+            return
+        times, free, cached = zip(*self.pending, strict=True)
         self.pending.clear()
-        self.peak = peak
-        self._now, self._active, self._cached = now_before, active, cached
-        self._active_area, self._cached_area = active_area, cached_area
+        active = list(map(sub, repeat(self.blocks), map(add, free, cached)))
+        # The state of an event holds until the next: the first of them ends that of the last.
+        held = list(map(sub, times, (self._now, *times)))
+        self._active_area += sum(map(mul, held, (self._active, *active)))
+        self._cached_area += sum(map(mul, held, (self._cached, *cached)))
+        self.peak = max(self.peak, *active)
+        self._now, self._active, self._cached = times[-1], active[-1], cached[-1]
+        at = bisect_left(times, self._due)
+        while at < len(times):
+            self._sample(times[at], active[at], cached[at])
+            at = bisect_left(times, self._due, at + 1)
 
     def summary(self, first: int, end: int) -> dict[str, Any]:
         """Return peak, means from `first` to `end` in ns (None if they are equal), samples.

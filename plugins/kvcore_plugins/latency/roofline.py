@@ -141,7 +141,7 @@ class Roofline(LatencyModel):
         over, under = ((PS_PER_S << SHIFT) / (bandwidth * devices)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
         read = model.weight_bytes_read
-        self._weights = lru_cache(4096)(lambda n: -(-read(n) * over // under))
+        self._weights = lru_cache(64)(lambda n: -(-read(n) * over // under))
 
         flop_of = dict(pair_flop(model))
         self._windows = tuple(sorted(flop_of, key=lambda w: (w is not None, w or 0)))
@@ -169,6 +169,12 @@ class Roofline(LatencyModel):
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
         self._floor = _fine(model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER))
+        # All but overhead and attention follows from the tokens, and full steps have as many.
+        product, weights, floor = self._product, self._weights, self._floor
+        token = self._moved + self._reduced
+        self._by_tokens = lru_cache(4096)(
+            lambda n: max(product * n, weights(n)) + token * n + floor
+        )
 
     @property
     def windows(self) -> Windows:
@@ -177,14 +183,12 @@ class Roofline(LatencyModel):
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the one line of the step. Costs O(windows)."""
-        tokens = work.prefill + work.decode
-        products = max(self._product * tokens, self._weights(tokens))
-        if len(self._pairs) == 1:
-            pairs = self._pairs[0] * work.attended_pairs[0]
-        else:
-            pairs = sum(map(mul, self._pairs, work.attended_pairs))
-        others = pairs + (self._moved + self._reduced) * tokens + self._floor
-        return ((self._overhead + (products + others >> SHIFT), *self._read),)
+        fine = self._by_tokens(work.prefill + work.decode)
+        if len(self._read) == 1:
+            fine += self._pairs[0] * work.attended_pairs[0]
+            return ((self._overhead + (fine >> SHIFT), self._read[0]),)
+        fine += sum(map(mul, self._pairs, work.attended_pairs))
+        return ((self._overhead + (fine >> SHIFT), *self._read),)
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the seconds of overhead, computing and reading at full rates, for a fit."""
