@@ -428,7 +428,7 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Turn an OSError of the body, which writes `what`, into a StorageError."""
+    """Raise a StorageError for an OSError of the body, which writes `what`."""
     try:
         yield
     except OSError as error:

@@ -21,7 +21,7 @@ STRIDE = 256
 
 
 def silent(description: str, total: int | None) -> AbstractContextManager[Tick]:
-    """Begin a run whose progress is not shown: the default `Progress`."""
+    """Return a `Tick` that shows nothing: the default `Progress`."""
     del description, total
     return nullcontext(unseen)
 

@@ -222,7 +222,7 @@ def _tokens(share: int | None) -> int | None:
 
 @attrs.frozen(kw_only=True)
 class Hints:
-    """What a client says about the K/V of one request, beside `Retention`.
+    """A client's hints about the K/V of one request, beside `Retention`.
 
     `pin`, `demote` and `share` hold for every eviction policy: the cache itself heeds them.
     Times are counted from events, since in a closed loop nobody knows when these will be.
@@ -272,7 +272,7 @@ NO_HINTS = Hints()
 
 @attrs.frozen(kw_only=True)
 class SLO:
-    """What a client expects, in nanoseconds; None where it expects nothing.
+    """Latency targets of a client, in nanoseconds; None where there is none.
 
     `SLO.in_seconds` takes the same in seconds.
 

@@ -104,7 +104,7 @@ def belady(
 
 @attrs.frozen
 class Future:
-    """When the blocks of each request are wanted next, known once all requests are read.
+    """The next uses of the blocks of each request, known once all requests are read.
 
     Blocks of one request that are wanted next by one and the same request form a run, and
     the runs of a request are in the order of those requests. Memory: 8 bytes a run, of
@@ -165,7 +165,7 @@ class Future:
         )
 
     def stats(self, hits: Iterable[int], block_size: int) -> CacheStats:
-        """Return the statistics of a run in which each request hits so many blocks."""
+        """Return the statistics of a run in which request i hits `hits[i]` blocks."""
         stats = CacheStats()
         for length, hit in zip(self.lengths, hits, strict=True):
             stats.admitted(length, hit, length * block_size, hit * block_size, resumed=False)
@@ -289,7 +289,7 @@ class Foresight(ScoreEviction):
         return coming[-1] if coming else inf
 
     def _pass(self, span: Span) -> None:
-        """Let the request that uses `span` be past: what still waits for it is scored again."""
+        """Mark the last request that used `span` as past; rescore the spans waiting for it."""
         serial = self._serials[span.last_request]
         if not self._passed[serial]:
             self._passed[serial] = True

@@ -227,7 +227,7 @@ class _Search:
 
 
 class _QueueDecidedError(Exception):
-    """Ends a run of which no more is asked than whether its queue grows."""
+    """Ends a run as soon as it is known whether its queue grows."""
 
 
 class _QueueLoop(ServingLoop):
@@ -258,7 +258,7 @@ class _QueueLoop(ServingLoop):
         self._all_came: int | None = None
 
     def _planned(self, now: int) -> None:
-        """Record nothing of the pool: nobody asks."""
+        """Record nothing of the pool: its use is not reported."""
 
     def _pass(self, *step: Any) -> int:
         """Move the clock over steps that have run; look at the queue of the time before."""
@@ -284,7 +284,7 @@ class _QueueLoop(ServingLoop):
         )
 
     def _look(self) -> None:
-        """End the loop if it is decided whether the queue grows."""
+        """End the loop once it is decided whether the queue grows."""
         log = self.log
         rows = [row for row, finish in enumerate(log.finish) if finish >= 0]
         jobs = [*self.batcher.running, *self.batcher.waiting]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Holders:
-    """Which replicas have the blocks of each key: of a key that is `ratio` blocks, how many."""
+    """The replicas that hold each key, with how many of the `ratio` blocks of the key."""
 
     def __init__(self, ratio: int) -> None:
         self._ratio = ratio
@@ -145,7 +145,7 @@ class ClusterMisses:
             self.requests[event.request].rejected = event.why  # type: ignore[attr-defined]
 
     def _route(self, request: events.Request, number: int, life: MissClassifier) -> None:
-        """Note what others have of a prompt when it is routed."""
+        """Record the longest prefix of a routed prompt that another replica holds."""
         reasons = life.requests[request.id]
         reasons.arrived, reasons.replica = self.requests[request.id].arrived, number
         self.requests[request.id] = reasons

@@ -373,7 +373,7 @@ class _RowMaker:
         )
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
-        """Return the row of each policy in a pool of each size, made by so many processes."""
+        """Return the row of each policy in a pool of each size, made by `jobs` processes."""
         pairs = list(product(policies, sizes))
         if jobs == 1:
             return [self.row(policy, size) for policy, size in pairs]
@@ -411,7 +411,7 @@ class _RowMaker:
 
     @property
     def _sent(self) -> _RowMaker:
-        """Itself without what stays in this process."""
+        """Return a copy for a worker process, without what only this process needs."""
         bench, prefix = self.bench, self.bench.make_prefix
         if prefix is not None:
             bench = attrs.evolve(bench, make_prefix=partial(_given, prefix()))
@@ -473,7 +473,7 @@ class _RowMaker:
         )
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
-        """Return the bill of requests that hit so many blocks."""
+        """Return the bill of requests, given each with the blocks that it hits."""
         from kvcore.analysis.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
 
         size = self.bench.geometry.block_size
@@ -496,7 +496,7 @@ def _given(part: Any) -> Any:
 
 
 def _untold(done: int) -> None:
-    """Tell nobody how far it is."""
+    """Ignore progress."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -584,7 +584,7 @@ Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
 
 @attrs.frozen
 class Candidate:
-    """A policy that is built anew for every pool, or Belady's bound.
+    """A policy, of which each pool gets a new instance, or Belady's bound.
 
     Attributes:
         kind: its class.

@@ -35,7 +35,7 @@ LOOK = 50
 
 @attrs.frozen(kw_only=True)
 class Fleet:
-    """Replicas of a model, all alike.
+    """Identical replicas of a model.
 
     Attributes:
         replicas: how many.
@@ -63,7 +63,7 @@ class Fleet:
 
 @attrs.frozen(kw_only=True)
 class Served:
-    """What became of a workload on a fleet.
+    """Outcome of a workload on a fleet.
 
     Attributes:
         requests: how many came.
@@ -248,7 +248,7 @@ def _is_host(tier: Any) -> bool:
 
 
 def _resized(tiers: Any, host_bytes: int) -> tuple[Any, ...]:
-    """Return tiers with so many bytes of the host's memory; with 0, without that tier."""
+    """Return tiers with a host tier of that many bytes; with 0, without the host tier."""
     memory = {"memory": f"{host_bytes}B"}
     return tuple(
         Spec(tier.name, {**tier.options, **memory}) if _is_host(tier) else tier
@@ -304,7 +304,7 @@ class _JudgedLoop(ServingLoop):
     _looked = 0
 
     def _planned(self, now: int) -> None:
-        """Record nothing of the pool: nobody asks."""
+        """Record nothing of the pool: its use is not reported."""
 
     def _pass(self, *step: Any) -> int:
         """Move the clock over steps that have run; now and then, count what was missed."""

@@ -399,7 +399,7 @@ class Explanation(Shown):
 
     @property
     def categories(self) -> Mapping[str, str]:
-        """Where hits can be lost, and what that means."""
+        """The categories of lost hits, each with its meaning."""
         return OF_CLUSTERS if self.header.get("replicas") else CATEGORIES
 
     def plugin(self, kind: str) -> str:

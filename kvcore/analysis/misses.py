@@ -72,7 +72,7 @@ def explain(
 
 
 class Inquest(Protocol):
-    """What classifies the misses of a trace while it is read."""
+    """Classifies the misses of a trace while the trace is read."""
 
     requests: dict[Id, RequestMisses]
 

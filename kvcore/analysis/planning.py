@@ -79,7 +79,7 @@ class Option:
 
 @attrs.frozen(kw_only=True)
 class Limit:
-    """What keeps a fleet from meeting the SLO, told by simulating it with one thing changed.
+    """The resource that limits a fleet, found by simulating the fleet with that one changed.
 
     Attributes:
         verdict: the first of these that holds: `policy`, another eviction policy or scheduler
@@ -347,7 +347,7 @@ class _Planner:
         return Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])
 
     def _full(self, devices: int, replicas: int) -> list[Fleet]:
-        """Return the fleets of so many replicas with all memory: without host RAM, and with."""
+        """Return fleets of that many replicas with all memory: without host RAM, and with."""
         bare = Fleet(replicas=replicas, devices=devices, blocks=self.full[devices])
         return [bare, attrs.evolve(bare, host_bytes=self.host)] if self.host else [bare]
 
@@ -525,7 +525,7 @@ class _Planner:
         running: dict[str, Fleet] = {}
 
         def advance() -> None:
-            """Let every search go on that has what it asked for, and queue what they ask."""
+            """Resume each search whose fleets are simulated; queue the fleets it asks for."""
             for place, search in enumerate(searches):
                 while place not in results and all(map(self._done, asked[place])):
                     try:
@@ -596,7 +596,7 @@ class _Planner:
 
 
 def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
-    """Return sizes from `most` down to `least`, so many `steps` between one and its half."""
+    """Return sizes from `most` down to `least`, `steps` of them per halving."""
     sizes = (int(most * 2 ** (-step / steps)) for step in count())
     return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
 

@@ -68,7 +68,7 @@ class UnreadTokens:
 
 @attrs.frozen(kw_only=True)
 class PromptReads:
-    """What was read of one prompt, and why no more.
+    """The cache reads of one prompt, and why there were not more.
 
     Attributes:
         request: its id.

@@ -40,7 +40,7 @@ STEP_TOKENS = 2048
 
 @attrs.frozen(kw_only=True)
 class QualityRow:
-    """What one retention policy and one codec lose at one budget.
+    """Loss of one retention policy with one codec at one budget.
 
     Attributes:
         retention, codec: as asked for, with the options given.
@@ -474,7 +474,7 @@ class _Run:
 
 @attrs.frozen(eq=False)
 class _Full:
-    """What the full run has found: the texts, and what is compared with others.
+    """Results of the run with the full cache: its texts, and the values others are compared to.
 
     Attributes:
         prompts, outputs: token ids; of the outputs, by step.

@@ -82,7 +82,7 @@ class RouterRow:
 
 @attrs.frozen(kw_only=True)
 class SharedCache:
-    """What one cache hits that has the memory of all replicas.
+    """Hits of one cache that has the memory of all replicas.
 
     Serial and untimed: requests come one after another, and what one has computed the next
     one finds. A bound for routers where requests come in this order too; under a clock they
@@ -219,7 +219,7 @@ def _row(axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache
 
 
 class _Shares:
-    """What one cache of the memory of all replicas hits, for each cluster of a plan.
+    """Hits of one cache with the memory of all replicas, for each cluster of a plan.
 
     Attributes:
         parts: those of each cluster, by its replicas.

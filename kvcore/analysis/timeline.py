@@ -30,7 +30,7 @@ UNSTEPPED = frozenset({"REQUEST", "REJECT", "PREFETCH", "OFFLOAD", "LOAD", "DROP
 
 
 class Kind(IntEnum):
-    """What a request does in a phase."""
+    """The state of a request in a phase."""
 
     QUEUED = 0
     """Waits for its first admission."""
@@ -97,7 +97,7 @@ class Requests:
 
 @attrs.define(eq=False)
 class Phases:
-    """What the requests of a trace do, one row a phase, in the order in which they start.
+    """The phases of the requests of a trace, one row per phase, in order of their start.
 
     The phases of a request follow one another without gaps from its arrival to its finish;
     those that last no time are left out. A phase under way when the trace ends, ends there.
@@ -136,7 +136,7 @@ class Phases:
 
 @attrs.define(eq=False)
 class Chunks:
-    """When parts of a prefill ended, as far as COMMIT lines tell, in the order of time.
+    """The ends of parts of prefills, as far as COMMIT lines show them, in order of time.
 
     A step that completes no block that can be shared leaves no line.
 
@@ -192,7 +192,7 @@ class Series:
         return len(self.time)
 
     def thinned(self, points: int) -> Series:
-        """Return at most so many rows (but no fewer than 12), by which it looks the same.
+        """Return at most `points` rows, and no fewer than 12, of the same visible shape.
 
         Time is cut into equal buckets. Of each the first and the last row are kept, and those
         in which a gauge is lowest or highest: so no peak of blocks, tiers' apart, or of
@@ -245,7 +245,7 @@ class Series:
 
 @attrs.define(eq=False)
 class Timeline:
-    """What happened in a trace, by time, in columns; all times are in ns.
+    """The events of a trace by time, in columns; all times are in ns.
 
     Attributes:
         source: the path of the trace.
@@ -397,7 +397,7 @@ class TimelineBuilder:
         return Kind(self.phases.kind[phase]) if phase >= 0 else None
 
     def _begin(self, row: int, kind: Kind | None, now: int, requester: int = NEVER) -> None:
-        """End the phase of a request that is under way, and begin another if `kind` is one."""
+        """End the current phase of a request, and begin one of `kind`, unless that is None."""
         phases, last = self.phases, self._doing(row)
         if last is not None:
             phases.end[self._phase[row]] = now
@@ -445,7 +445,7 @@ class TimelineBuilder:
                 self._returned.append(row)
 
     def _step(self, now: int) -> None:
-        """Let requests decode that returned before the step that ended at `now`."""
+        """Begin to decode the requests that returned before the step that ended at `now`."""
         later = []
         for row in self._returned:
             if self._doing(row) is not Kind.PREFILL:
@@ -486,7 +486,7 @@ class TimelineBuilder:
             self._prefilled(row, event.t)
 
     def _prefilled(self, row: int, now: int) -> None:
-        """Let a request decode for whose prefill no FIRST_TOKEN will tell that it is over."""
+        """Begin to decode a request whose prefill ends without a FIRST_TOKEN of its own."""
         if self._untimed or self.requests.first_token[row] >= 0:
             self._begin(row, Kind.DECODE, now)
 

@@ -191,7 +191,7 @@ class _Pool(Generic[TaskT, OutcomeT]):
                     yield task, WorkerDied(self._ended())
 
     def close(self) -> None:
-        """End all processes, whatever they are at."""
+        """Kill all worker processes."""
         for process in self._processes:
             process.kill()
         self._executor.shutdown(cancel_futures=True)

@@ -66,7 +66,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver; None if nothing tells it."""
+    """Return the version of NVIDIA's driver; None if it cannot be found."""
     program = which("nvidia-smi")
     if program is None:
         return None

@@ -112,7 +112,7 @@ class Bed:
         block_size: int = BLOCK,
         seconds: float = 0.3,
     ) -> Bed:
-        """Return one with room for so many tokens, and some blocks more.
+        """Return a pool and a block table with room for `tokens` tokens, and some spare blocks.
 
         Raises:
             KvcoreError: the backend cannot do it here.
@@ -136,13 +136,13 @@ class Bed:
 
     @property
     def device(self) -> torch.device:
-        """Where K/V lies."""
+        """The device of the K/V."""
         found: torch.device = self.backend.tensor([0]).device
         return found
 
     @property
     def clock(self) -> HostClock | DeviceClock:
-        """What times calls there."""
+        """The clock that times calls on the device."""
         return DeviceClock() if self.device.type == "cuda" else HostClock()
 
     @property
@@ -581,7 +581,7 @@ def _shuffled(blocks: int) -> list[int]:
 
 
 def _seen(tokens: int, case: DecodeCase) -> int:
-    """Return the number of tokens that the last of so many attends to."""
+    """Return the number of tokens that the last of `tokens` tokens attends to."""
     return tokens if case.window is None else min(tokens, case.window + case.sinks)
 
 

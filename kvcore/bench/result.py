@@ -15,7 +15,7 @@ Unit: TypeAlias = Literal["bytes", "blocks", "requests"]
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What is to be measured.
+    """What is measured, and how.
 
     Attributes:
         quick: a few small cases, each measured briefly.
@@ -49,7 +49,7 @@ class Settings:
 
 @attrs.frozen
 class Ceiling:
-    """What the machine itself can do, measured before the first case and after the last.
+    """A limit of the machine itself, measured before the first case and after the last.
 
     Attributes:
         name: what is measured, as rows name it.
@@ -68,7 +68,7 @@ class Ceiling:
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """What a row is to reach: at least a share of its ceiling, or at most some seconds."""
+    """The goal of a row: at least a share of its ceiling, or at most some seconds."""
 
     share: float | None = None
     seconds: float | None = None
@@ -82,7 +82,7 @@ class Target:
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One operation, done by one implementation.
+    """One operation of one implementation, measured.
 
     Attributes:
         suite: suite that it belongs to.
@@ -151,7 +151,7 @@ Tell: TypeAlias = Callable[[Row], None]
 
 @attrs.frozen(kw_only=True)
 class BenchResult:
-    """What was measured, where, and how fast the memory was.
+    """The measurements, the machine, and the bandwidth of its memory.
 
     Attributes:
         machine: names and versions, as `describe_machine` returns them.

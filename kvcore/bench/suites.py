@@ -213,7 +213,7 @@ class _Maker:
     seconds: float
 
     def bed(self, tokens: int, dtype: str, codec: str | None = None, **fixed: Any) -> Bed:
-        """Return a bed with room for so many tokens."""
+        """Return a pool and a block table with room for `tokens` tokens."""
         from kvcore.bench.paged import Bed  # noqa: PLC0415 - needs torch
 
         spec = fixed.pop("spec", self.spec)

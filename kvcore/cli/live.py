@@ -165,7 +165,7 @@ class Player:
             self._shown.draw(self._view, self._progress(self._view))
 
     def idle(self) -> None:
-        """Let some time pass in which no event comes."""
+        """Wait for a frame in which no event comes; redraw the view if it is due."""
         if self._view is not None and self._shown.due(self._view):
             self.draw()
         self._wait(FRAME_SECONDS)

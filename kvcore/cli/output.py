@@ -239,7 +239,7 @@ def reading(description: str, path: Path) -> AbstractContextManager[Tick]:
 
 
 def done_so_far(done: float, total: float | None, seconds: float) -> str:
-    """Return how much is done after so many seconds, and how many are left if it goes on so.
+    """Return the work done after `seconds` seconds, with the remaining time at this rate.
 
     `3 of 12, 40 s left`; `45%, 12 s left` of a thousand or more; `2,300 (120/s)` of a number
     that is not known.

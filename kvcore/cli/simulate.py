@@ -162,7 +162,7 @@ def _show_rules(config: RunConfig) -> None:
 
 
 def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
-    """Refuse options of clusters where nobody says how many servers there are."""
+    """Refuse options of clusters if the number of servers is not given."""
     source = ctx.get_parameter_source
     for name in ("router", "view"):
         alone = source("replicas") is ParameterSource.DEFAULT

@@ -74,7 +74,7 @@ class Autoscaler:
 
     @property
     def first(self) -> int:
-        """How many replicas are up at the start."""
+        """The number of replicas that are up at the start."""
         planner = self.planner
         return min(planner.start or planner.least, len(self._servers))
 
@@ -100,7 +100,7 @@ class Autoscaler:
         self._in_flight -= tokens
 
     def decide(self, now: int) -> list[Change]:
-        """Ask the planner; return which replicas start and stop at `now` (ns)."""
+        """Return the replicas that the planner starts and stops at `now` (ns)."""
         demand = self._demand()
         have = len(self._since)
         sample = next(iter(self._servers.values())).loop

@@ -207,7 +207,7 @@ class Cluster:
         }
 
     def _connect(self, replicas: list[Replica], router: Router, view: PrefixView) -> bool:
-        """Build what routes to `replicas`; return whether these must tell what they store."""
+        """Build the dispatcher; return True if replicas must report stores and evictions."""
         self.dispatcher = Dispatcher(router, replicas, view)
         return view.wants_events and router.uses_hits
 
@@ -243,7 +243,7 @@ class Cluster:
         self._arrivals.ended(request, now)
 
     def _touch(self, server: Server, now: int) -> None:
-        """Let a replica see what comes at `now`: cut its jump short, or let it plan."""
+        """Interrupt the jump of a busy replica at `now`, or schedule a turn of an idle one."""
         if server.busy:
             end_ps = server.loop.interrupt(now)
             if end_ps is not None:
@@ -252,7 +252,7 @@ class Cluster:
             self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
 
     def _schedule(self, kind: int, server: Server, at_ps: int) -> None:
-        """Let the turn of a replica begin or end at that time, and no other."""
+        """Schedule the begin or end of a replica's turn; cancel what was scheduled for it."""
         server.turn += 1
         now = at_ps // PS_PER_NS
         heappush(self._heap, (now, kind, at_ps, server.number, server.turn))
@@ -327,7 +327,7 @@ class Cluster:
             trace.flush(min(now, min(begun, default=NEVER * PS_PER_NS) // PS_PER_NS))
 
     def _refuse(self, request: Request, now: int, arrival: int, why: str) -> None:
-        """Turn a request away."""
+        """Record a request that the router has refused."""
         if self._trace is not None:
             self._trace.refuse(now, request, why)
         self.refused.append((arrival, request, why))
@@ -373,7 +373,7 @@ class Cluster:
             self._route(request, now, arrival)
 
     def _join(self, server: Server, now: int) -> None:
-        """Let a replica be sent requests."""
+        """Add a replica to those that are sent requests."""
         dispatcher, replica = self._seen(server)
         server.up = True
         server.loop.wake(now)
@@ -383,7 +383,7 @@ class Cluster:
         dispatcher.joined(replica, now)
 
     def _leave(self, server: Server, now: int) -> None:
-        """Let a replica be sent no more requests."""
+        """Remove a replica from those that are sent requests."""
         server.up = False
         dispatcher, replica = self._seen(server)
         dispatcher.left(replica, now)
@@ -418,7 +418,7 @@ class Cluster:
         server.restart()
 
     def _next_failure(self) -> None:
-        """Put the next failure into the heap."""
+        """Schedule the next failure."""
         self._fail_at = NEVER
         if self._failures:
             first = self._failures[-1]

@@ -65,7 +65,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 @attrs.frozen
 class Split:
-    """How the phases are split, and what K/V moves over.
+    """The pools of split phases, and the link between them.
 
     Attributes:
         prefill, decode, mixed: replicas of each pool; they are numbered in this order.
@@ -219,7 +219,7 @@ class PhaseLoop(ReplicaLoop):
         self.batcher.moved = self._opened
 
     def begin(self) -> bool:
-        """Let decode what has come, and begin a turn; tell of prefills that begin."""
+        """Start decoding requests whose K/V has arrived, begin a turn, report new prefills."""
         for move in self.moved:
             self._join(move)
         self.moved.clear()
@@ -231,7 +231,7 @@ class PhaseLoop(ReplicaLoop):
         return begun
 
     def release(self, move: Move, now: int) -> None:
-        """Let go of the blocks of a request whose K/V has been moved, or goes nowhere."""
+        """Free the blocks of a request whose K/V has been moved, or will not be."""
         job = move.job
         assert job is not None
         del self.outgoing[move.request.id]
@@ -242,7 +242,7 @@ class PhaseLoop(ReplicaLoop):
         self.log.own_slos -= job.request.slo is not None
 
     def drop(self, move: Move, now: int) -> None:
-        """Forget a request whose K/V will not come."""
+        """Remove a request whose K/V will not arrive."""
         batcher, job = self.batcher, move.there
         del self.incoming[move.request.id]
         if job is not None:
@@ -292,7 +292,7 @@ class PhaseLoop(ReplicaLoop):
             self._arrive(request, sent, arrival, **names)
 
     def _opened(self, job: Job, now: int) -> bool:
-        """Ask for the K/V of a job that has its blocks; False: it is computed here."""
+        """Request the K/V of an admitted job; return False if it is computed here."""
         move = self.incoming.get(job.request.id)
         if move is None:
             return False
@@ -301,7 +301,7 @@ class PhaseLoop(ReplicaLoop):
         return True
 
     def _join(self, move: Move) -> None:
-        """Let a job decode whose K/V has come."""
+        """Start decoding a job whose K/V has arrived."""
         job, before, now = move.there, move.job, self.clock_ps // PS_PER_NS
         assert job is not None
         assert before is not None
@@ -468,7 +468,7 @@ class PhaseCluster(Cluster):
     def _dispatch(
         self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str
     ) -> Server | None:
-        """Ask the router of a pool; return the replica, or None if it refuses."""
+        """Route a request within a pool; return the replica, or None if refused."""
         replica = pool.route(request, now)
         if replica is None:
             return None
@@ -519,7 +519,7 @@ class PhaseCluster(Cluster):
                 self._refuse(move.request, now, move.arrival, move.refused)
 
     def _release(self, move: Move, now: int) -> None:
-        """Let the prefill replica go on without a request, if it holds it."""
+        """Free the blocks that a prefill replica keeps for a request."""
         _loop(move.source).release(move, now)
         del self._moves[move.request.id]
 

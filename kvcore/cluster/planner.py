@@ -28,7 +28,7 @@ Phase = Literal["both", "prefill", "decode"]
 
 @attrs.frozen
 class Demand:
-    """What came to a pool in an interval, and how it fared.
+    """The load of a pool in an interval, and the latencies it saw.
 
     Attributes:
         seconds: length of the interval.
@@ -51,7 +51,7 @@ class Demand:
 
 @attrs.frozen
 class Server:
-    """What one replica can do, by its latency model: what a profile of an engine would say.
+    """What one replica can do by its latency model, as a profile of an engine would show.
 
     Attributes:
         latency: its latency model.
@@ -125,7 +125,7 @@ def _windowed(tokens: int, window: int) -> int:
 
 @attrs.define(eq=False, kw_only=True)
 class Planner(Plugin):
-    """Says how many replicas a pool should have.
+    """Decides how many replicas a pool has.
 
     Attributes:
         least, most: replicas that there are at any time; `most` 0: as many as are given.
@@ -217,7 +217,7 @@ class ThroughputPlanner(Planner):
 
 @attrs.define(eq=False, kw_only=True)
 class LoadPlanner(Planner):
-    """One replica more where the latency at this load is above the SLO; one less where it can.
+    """Adds a replica when the latency at this load exceeds the SLO; removes one when it may.
 
     Latency is predicted from the tokens in flight on a replica by a straight line, the least
     squares of the last `memory` intervals. One replica is removed if the line predicts, for

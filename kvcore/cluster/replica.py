@@ -43,7 +43,7 @@ class Inbox(Arrivals):
         return found
 
     def ended(self, request: Request, now: int) -> None:
-        """Tell the cluster of a request that has ended."""
+        """Called when a request has ended; passes that on to the cluster."""
         self._on_ended(request, now)
 
     def take_sent(self) -> tuple[int, int, Request]:
@@ -127,7 +127,7 @@ class ReplicaLoop(ServingLoop):
         return self.clock_ps + self._jumped[1]
 
     def break_off(self, now: int) -> None:
-        """Let the turn that is under way end at `now` (ns), and be the last."""
+        """End the current turn at `now` (ns); no other follows."""
         self.interrupt(now)
         # What was allocated for the batch as a whole is that of its sequences.
         for job in self.batch:
@@ -141,12 +141,12 @@ class ReplicaLoop(ServingLoop):
         super().end()
 
     def _growth(self, steps: int) -> int:
-        """Return the blocks that the batch takes for all of so many steps but the first."""
+        """Return the blocks that the batch allocates after the first of `steps` steps."""
         first = self.batch.steps.count + 1
         return self.batch.growth_between(first, first + steps - 1)
 
     def _room(self, *, telling: bool) -> int:
-        """Return the blocks that a jump may take which nobody hears of before it ends."""
+        """Return the blocks that a jump may allocate without an event before its end."""
         cache = self._cache
         # What a tier does with evicted blocks may take others.
         if telling or cache.tiers:
@@ -154,7 +154,7 @@ class ReplicaLoop(ServingLoop):
         return cache.available_blocks
 
     def receive(self, request: Request, now: int, arrival: int) -> None:
-        """Take in a request that is sent at `now`, and came to the cluster at `arrival`, ns.
+        """Enqueue a request sent at `now`, which came to the cluster at `arrival` (both ns).
 
         What can never be served is rejected at once, whatever step is under way, so that
         what follows it in its session does not come too late to be routed.
@@ -201,7 +201,7 @@ class ReplicaLoop(ServingLoop):
         return Replica(number, cache.pool.blocks, cache.geometry.block_size, seats)
 
     def rejoin(self, replica: Replica, clock: Callable[[], int]) -> None:
-        """Let `replica` speak of this loop, as it is at the time (ns) of `clock`."""
+        """Connect `replica` to this loop, whose load is read at the time (ns) of `clock`."""
         replica.connect(lambda: self.usage(clock()), self._prefill_seconds)
 
     def _prefill_seconds(self, tokens: int, context: int) -> float:
@@ -246,7 +246,7 @@ class Server:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a life with an empty cache."""
+        """Start again with an empty cache."""
         self.loop = self._start()
         self.lives.append(self.loop)
         self.busy = False
@@ -256,7 +256,7 @@ class SpeculativeReplica(SpeculativeLoop, ReplicaLoop):
     """A replica whose decode steps verify drafts."""
 
     def break_off(self, now: int) -> None:
-        """Let the turn that is under way end at `now` (ns); its drafts are nobody's."""
+        """End the current turn at `now` (ns), and roll back its draft tokens."""
         for job, limit in zip(self._jobs, self._limits, strict=True):
             if job in self._extended:
                 assert job.seq is not None

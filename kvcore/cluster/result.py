@@ -42,7 +42,7 @@ def _column() -> array[int]:
 
 @attrs.frozen
 class Share:
-    """How evenly the replicas share something: 1 is evenly.
+    """Balance of a quantity between replicas: 1 if all have the same.
 
     Attributes:
         most: what the replica with the most has, over the mean.
@@ -64,7 +64,7 @@ class Share:
 
 @attrs.define
 class Transfers:
-    """What was moved, a row a request, in the order in which it had come.
+    """The K/V transfers, one row per request, in order of arrival.
 
     Attributes:
         ids: of the requests.
@@ -87,7 +87,7 @@ class Transfers:
 
 @attrs.frozen
 class Phases:
-    """What came of split phases.
+    """Results of split phases.
 
     Attributes:
         split: how they were split, as text.
@@ -138,7 +138,7 @@ class ClusterResult(Outcome):
 
     @cached_property
     def reuse_ratio(self) -> HitRatio:
-        """Hit ratio with what was loaded from tiers."""
+        """Hit ratio that counts blocks loaded from tiers as hits."""
         caches = [each.cache for each in chain.from_iterable(self.lives)]
         stats = CacheStats.sum(
             c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches

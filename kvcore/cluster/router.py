@@ -70,7 +70,7 @@ class Replica:
 
     @property
     def usage(self) -> float:
-        """The share of its blocks that running requests hold, as the server tells it."""
+        """The share of its blocks that running requests hold, as the server reports it."""
         return self._usage()
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
@@ -138,7 +138,7 @@ class Router(Plugin):
 
 
 class PrefixView:
-    """What is thought to be cached where; this one knows nothing.
+    """What the router believes each replica has cached; this base class knows nothing.
 
     Attributes:
         wants_events: whether replicas must tell what they store and evict, when they do.
@@ -162,7 +162,7 @@ class PrefixView:
 
 
 class Dispatcher:
-    """Asks a router, checks its answers, and keeps the counts of replicas.
+    """Calls a router, checks its answers, and keeps the counts of replicas.
 
     It stands between clients and servers, simulated or real.
 
@@ -265,7 +265,7 @@ class Dispatcher:
         self._call("on_left", self.router.on_left, replica, now)
 
     def _expect_hits(self, request: Request, up: Iterable[Replica], now: int) -> None:
-        """Let each replica know how much of the prompt it is thought to have."""
+        """Set the hit tokens expected at each replica, from the prefix view."""
         hits = self.view.find(request, now)
         for replica in up:
             replica.hit_tokens = hits.get(replica.number, 0)

@@ -26,7 +26,7 @@ from kvcore.units import NS_PER_S, parse_seconds, parse_whole
 
 
 class Holders:
-    """Which replicas hold the blocks of which keys.
+    """The replicas that hold the blocks of each key.
 
     A replica that holds a key holds those before it in the prompt, for keys are chained and
     caches evict from the tail. So the holders of a prompt's keys shrink from one key to the
@@ -154,7 +154,7 @@ class SentIndex(PrefixView):
             self._forget()
 
     def lost(self, replica: int, now: int) -> None:
-        """Forget all that was sent there. O(what was sent)."""
+        """Remove all that was sent to a replica. O(keys sent)."""
         del now
         last = self._last.pop(replica, {})
         self._holders.discard(replica, last)
@@ -163,7 +163,7 @@ class SentIndex(PrefixView):
             del self._sent[place]
 
     def _expire(self, now: int) -> None:
-        """Forget what was sent `ttl` ago, or longer."""
+        """Remove what was sent `ttl` ago or earlier."""
         sent = self._sent
         while self.ttl is not None and sent:
             at, _, _ = next(iter(sent.values()))
@@ -172,7 +172,7 @@ class SentIndex(PrefixView):
             self._forget()
 
     def _forget(self) -> None:
-        """Forget what was sent longest ago, but for what was sent since as well."""
+        """Remove the oldest prompt sent, except for keys that were sent again since."""
         (replica, _), (_, serial, keys) = self._sent.popitem(last=False)
         last = self._last[replica]
         gone = keys[_bisect(keys, lambda key: last.get(key, 0) <= serial) :]
@@ -207,7 +207,7 @@ def _bisect(keys: Keys[Key], is_after: Callable[[Key], bool]) -> int:
 
 @attrs.define(eq=False)
 class _Size:
-    """What is held in blocks of one size.
+    """The blocks of one size that replicas hold.
 
     Attributes:
         layout: how prompts lie in them; None: a block is a key.
@@ -279,7 +279,7 @@ _Record: TypeAlias = Callable[..., None]
 
 @attrs.define(eq=False)
 class _Place:
-    """A replica that tells what it stores and evicts, in one of its lives.
+    """One life of a replica that reports what it stores and evicts.
 
     It hears of that from the tree of its cache, and passes it on to the tiers below.
     """
@@ -297,7 +297,7 @@ class _Place:
             self.below.stored(span, blocks, now)
 
     def hit(self, span: Span, now: int) -> None:
-        """Called when another request has hit `span`: that is told to tiers alone."""
+        """Called when another request has hit `span`; only tiers are told."""
         if self.below is not None:
             self.below.hit(span, now)
 
@@ -311,7 +311,7 @@ class _Place:
 
 @attrs.define(eq=False, on_setattr=attrs.setters.NO_OP)
 class EventsView(PrefixView):
-    """What the replicas have told that they stored and evicted, some time after they did.
+    """The blocks that replicas have reported as stored and evicted, after a delay.
 
     Blocks that a time to live has let expire are held until their replica drops them. Costs
     what `Holders` costs, and an entry of a heap for each event that is under way.
@@ -332,7 +332,7 @@ class EventsView(PrefixView):
     wants_events = True
 
     def connect(self, replica: int, cache: KVCache) -> None:
-        """Hear of what `cache`, which is empty, stores and evicts from now on."""
+        """Subscribe to what `cache`, which is empty, stores and evicts."""
         layout, tree = cache.geometry, cache.tree
         place = self._place(replica, layout.block_size, layout)
         place.below, tree.watcher = tree.watcher, place
@@ -346,22 +346,22 @@ class EventsView(PrefixView):
         return hits
 
     def catch_up(self, now: int) -> None:
-        """Take the events that have come by now."""
+        """Apply the events that have arrived by `now`."""
         coming, until = self._coming, now - self.delay
         while coming and coming[0][0] <= until:
             at, _, place, record, *blocks = heappop(coming)
             self._record(place, at, record, *blocks)
 
     def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
-        """Called when a real replica tells that it has stored the blocks of `keys`."""
+        """Called when a real replica reports the blocks of `keys` as stored."""
         self._told(replica, now, _Size.store, keys)
 
     def removed(self, replica: int, keys: Keys[Key], now: int) -> None:
-        """Called when a real replica tells that the blocks of `keys` have left."""
+        """Called when a real replica reports the blocks of `keys` as removed."""
         self._told(replica, now, _Size.remove, keys)
 
     def lost(self, replica: int, now: int) -> None:
-        """Forget what a replica held, and what it told that has not come yet."""
+        """Remove what a replica held; its events still under way are dropped on arrival."""
         del now
         place = self._places.pop(replica, None)
         if place is not None:
@@ -381,7 +381,7 @@ class EventsView(PrefixView):
             self._expect(place, now, record, keys, 0, len(keys), 1)
 
     def _expect(self, place: _Place, at: int, record: _Record, *blocks: Any) -> None:
-        """Let what a replica tells at `at` come after the delay."""
+        """Queue an event of a replica, to be applied after the delay."""
         self._serial += 1
         heappush(self._coming, (at, self._serial, place, record, *blocks))
 
@@ -398,14 +398,14 @@ class EventsView(PrefixView):
 
 @attrs.define(eq=False)
 class ExactView(PrefixView):
-    """What each cache holds at the moment: what no real router can know. O(replicas)."""
+    """The current content of each cache, which no real router can know. O(replicas)."""
 
     _caches: dict[int, KVCache] = attrs.field(factory=dict, init=False)
 
     wants_events = True
 
     def connect(self, replica: int, cache: KVCache) -> None:
-        """Look into `cache` from now on."""
+        """Read `cache` from now on."""
         self._caches[replica] = cache
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
@@ -417,7 +417,7 @@ class ExactView(PrefixView):
         return {number: tokens for number, tokens in found.items() if tokens}
 
     def lost(self, replica: int, now: int) -> None:
-        """Look away from its cache."""
+        """Stop reading the cache of a replica."""
         del now
         self._caches.pop(replica, None)
 

@@ -76,7 +76,7 @@ class ClusterParts(RunParts):
             _ = self.phases()
 
     def _grouped(self) -> list[tuple[int, RunParts]]:
-        """Return the numbers of replicas that are alike, and their parts."""
+        """Return the groups of identical replicas: their numbers and their parts."""
         groups: list[tuple[int, RunParts]] = []
         alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
         for count, own in self.tables:
@@ -90,12 +90,12 @@ class ClusterParts(RunParts):
 
     @property
     def _split_anew(self) -> bool:
-        """Whether the pools of split phases say how many replicas there are."""
+        """Whether the pools of split phases set the number of replicas."""
         return False
 
     @property
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
-        """The numbers of replicas that are alike, and options of their own, as asked for."""
+        """The groups of identical replicas: their numbers, and the options given for them."""
         given = self.config.replicas
         if self.split is not None and (given == 1 or self._split_anew):
             given = self.split.replicas
@@ -125,7 +125,7 @@ class ClusterParts(RunParts):
 
     @cached_property
     def split(self) -> Split | None:
-        """How the phases are split, if they are."""
+        """The split of the phases, if they are split."""
         with self._about("disaggregate"):
             text = self.config.disaggregate
             return None if text is None else Split.parse(text)

@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Likeness:
-    """What an engine decides by, as options of `RunConfig`.
+    """The decisions of an engine, as options of `RunConfig`.
 
     Options that are given beside it win, as over defaults.
 

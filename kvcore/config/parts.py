@@ -321,7 +321,7 @@ class RunParts:
 
     @property
     def _null_blocks(self) -> int:
-        """How many blocks of the pool are never used."""
+        """The number of blocks of the pool that are never used."""
         return int(self.config.timed and self.config.null_block)
 
     def blocks_in(self, memory: int | str) -> int:
@@ -345,7 +345,7 @@ class RunParts:
 
     @property
     def _sequences(self) -> int:
-        """How many sequences may run at a time, as far as memory is concerned."""
+        """The number of sequences that may run at a time, for sizing memory."""
         return self.config.max_seqs if self.config.timed else 0
 
     def _codec_text(self) -> str:

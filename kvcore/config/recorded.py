@@ -116,7 +116,7 @@ def _texts(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def replica_groups(header: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Return how many replicas of a cluster are alike, and what a header says of these."""
+    """Return the groups of identical replicas in a header: their numbers and their record."""
     alone = {name: value for name, value in header.items() if name not in OF_CLUSTERS}
     plugins = {kind: each for kind, each in header["plugins"].items() if kind != "router"}
     alone["plugins"] = plugins

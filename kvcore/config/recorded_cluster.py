@@ -56,7 +56,7 @@ class RecordedCluster(RecordedParts, ClusterParts):
 
     @property
     def _split_anew(self) -> bool:
-        """Whether other pools are asked for, of which the text says how large they are."""
+        """Whether the run has pools of split phases that the trace did not have."""
         return self.split is not None and "disaggregate" in self._changed
 
     def _grouped(self) -> list[tuple[int, RunParts]]:

@@ -432,7 +432,7 @@ class RunConfig:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether several servers share the requests, or one that differs, fails or stops."""
+        """Whether the run is a cluster: several servers, or one that fails or stops."""
         alone = self.replicas == 1 and not self.fail
         return not alone or self.autoscale is not None or self.disaggregate is not None
 
@@ -717,7 +717,7 @@ def _replicas(value: object) -> Any:
 
 
 def _replica(table: object) -> Mapping[str, Any]:
-    """Read the options of servers that are alike."""
+    """Parse the options of a group of identical replicas."""
     if not isinstance(table, Mapping):
         return _refuse("a table of options", table)
     given = {str(name).replace("-", "_"): value for name, value in table.items()}

@@ -17,7 +17,7 @@ Vector: TypeAlias = Sequence[float]
 
 @attrs.frozen
 class OneHead:
-    """One query that attends to the tokens of a cache, in plain Python.
+    """Attention of one query over the tokens of a cache, in plain Python.
 
     Two steps of a model are left out: scores are not divided by the root of the width, nor
     lowered by the greatest of them, which changes no weight and keeps the exponentials from

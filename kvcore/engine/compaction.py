@@ -71,7 +71,7 @@ def _check_reads(policy: TokenRetention) -> None:
 
 @attrs.define(eq=False)
 class _Record:
-    """What is known of the tokens that a sequence holds.
+    """Positions and scores of the tokens that a sequence holds.
 
     Attributes:
         positions: positions in the text of the tokens that its last compaction kept,

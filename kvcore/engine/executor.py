@@ -35,7 +35,7 @@ Clock = Literal["model", "wall"]
 
 @attrs.frozen
 class ScheduledSequence:
-    """What one step computes of one job; the batch has a column for each of these.
+    """The share of one job in a step; the batch has a column for each field.
 
     Attributes:
         job, stream: the job, and the token ids of its request.

@@ -107,7 +107,7 @@ class Generator(Plugin):
         return 0
 
     def load(self, backend: Backend, dtype: str) -> None:
-        """Put the weights on the backend's device. Called once, before `Backend.allocate`.
+        """Move the weights to the backend's device. Called once, before `Backend.allocate`.
 
         Of the backend only `tensor` and `memory` may be used.
 

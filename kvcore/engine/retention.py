@@ -16,7 +16,7 @@ from kvcore.errors import InputError
 
 @attrs.frozen(kw_only=True)
 class Reads:
-    """What a policy needs to score tokens. Nothing else is computed or kept for it.
+    """The inputs that a policy needs to score tokens; others are neither computed nor kept.
 
     Attributes:
         keys, values: the K, or the V, of the held tokens.

@@ -141,7 +141,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
     def _drafts(
         self, newest: Sequence[ScheduledSequence], limits: Sequence[int]
     ) -> list[Draft]:
-        """Ask for drafts of the sequences that may have some; the others get none.
+        """Return drafts for the sequences that may have some, empty ones for the others.
 
         Raises:
             PolicyError: the drafter failed, or drafted more than it may, or what is no token.
@@ -212,7 +212,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
         return [None if index is None else next(rows) for index in batch.output_indices]
 
     def _tell(self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]) -> None:
-        """Tell the drafter from which states the newest tokens were drawn."""
+        """Pass to the drafter the hidden states that the newest tokens were drawn from."""
         row_of, rows = {}, 0
         for number, each in enumerate(sequences):
             if each.output_index is not None:

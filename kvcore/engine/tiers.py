@@ -94,7 +94,7 @@ class _Task:
 
     @property
     def known(self) -> int:
-        """How many of the first blocks there are bytes of."""
+        """The number of leading blocks whose bytes are known."""
         return len(self.blocks) if self.source is None else self.source.right
 
 
@@ -129,17 +129,17 @@ class _Channel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be asked for something."""
+        """Whether the channel accepts calls."""
         return not self._stuck and monotonic() >= self._again
 
     @property
     def deadline(self) -> float:
-        """When the call that runs will have taken too long (`monotonic`)."""
+        """The time (`monotonic`) at which the running call is late."""
         return _NEVER if self._stuck else self._deadline
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to be done, or can be."""
+        """Whether nothing is queued or running, or nothing can run."""
         return self._stuck or not (self._queue or self._running)
 
     def submit(self, task: _Task) -> _Task:
@@ -173,7 +173,7 @@ class _Channel:
         return runs == 1 or runs * LONG_RUN <= len(slots) * self.level.slot_bytes
 
     def abandon(self) -> None:
-        """Give up the call that has taken too long, and all that waits behind it."""
+        """Fail the running call if it is late, and all calls queued behind it."""
         with self._changed:
             if self._running is None or monotonic() < self.deadline:
                 return
@@ -183,7 +183,7 @@ class _Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Give up what is queued."""
+        """Fail all queued calls."""
         with self._changed:
             while self._queue:
                 self._end(self._queue.popleft(), failed=True)
@@ -466,7 +466,7 @@ class TensorMover:
         return right
 
     def dropped(self, level: Level, slots: Ids) -> None:
-        """Forget what is in slots that are free again."""
+        """Called when slots are freed; forgets their content."""
         channel = self._channels[level]
         blocks = [channel.table.pop(slot) for slot in slots if slot in channel.table]
         for slot in slots:
@@ -559,7 +559,7 @@ class TensorMover:
                     self._changed.wait(None if late == _NEVER else max(late - monotonic(), 0))
 
     def _abandon_late(self) -> float:
-        """Give up tiers whose calls take too long; return when the next one would."""
+        """Abandon tiers whose calls are late; return the next deadline."""
         now = monotonic()
         for channel in self._channels.values():
             if channel.deadline <= now:
@@ -643,7 +643,7 @@ def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]
 def _recover(
     level: Level, store: TierStore, found: list[StoredBlock]
 ) -> dict[int, StoredBlock]:
-    """Put what was `found` in `store` into the directory of `level`.
+    """Insert the blocks `found` in `store` into the directory of `level`.
 
     What does not follow from the first block of a prompt on, by names that are right, is
     dropped. Later paths count as used later. O(blocks x paths that share them).

@@ -40,7 +40,7 @@ class _BlockSpan(Span):
 
 
 class PolicyHost:
-    """Lets an `EvictionPolicy` decide about blocks that an engine owns.
+    """Runs an `EvictionPolicy` on blocks that an engine owns.
 
     An engine says what it does with its cached blocks, one at a time, and asks for victims;
     the host keeps a span of one block for each of them, and calls the policy exactly as
@@ -218,11 +218,11 @@ class PolicyHost:
             self._pin(span)
 
     def unpin(self, block: Block, now: int) -> None:
-        """Take back one pin of a block. Unpin a path from its deepest block up to the root."""
+        """Remove one pin of a block. Unpin a path from its deepest block up to the root."""
         self.unpin_run((block,), now)
 
     def unpin_run(self, blocks: Iterable[Block], now: int) -> None:
-        """Take back one pin of each of `blocks`, the deepest first, as `unpin` does."""
+        """Remove one pin of each of `blocks`, the deepest first, as `unpin` does."""
         if self._dead is not None:
             raise self._dead
         spans, expires = self._spans, self._expires
@@ -294,7 +294,7 @@ class PolicyHost:
                 below = raise_expiry(span, before, below)
 
     def hinted(self, block: Block, request: Request, now: int) -> None:
-        """Give the path down to `block` the retention priorities that `request` asks for."""
+        """Apply the retention priorities that `request` asks for to the path to `block`."""
         if request.retention:
             apply_hints(
                 self._spans[block], priority_steps(request, self._geometry.block_size), now
@@ -419,22 +419,22 @@ class PolicyHost:
     # What the policy hears of requests.
 
     def missed(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Say that `request` hits `hit_blocks` blocks, and not all of its prompt it could."""
+        """Call when `request` hits only `hit_blocks` blocks, fewer than its prompt could."""
         if self._on_miss is not None:
             self._call("on_miss", self._on_miss, request, hit_blocks, now)
 
     def queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """Say that `request` has entered the waiting queue: it arrived, or was preempted."""
+        """Call when `request` enters the waiting queue: it arrived, or was preempted."""
         if self._on_queued is not None:
             self._call("on_queued", self._on_queued, request, now, front=front)
 
     def dequeued(self, request: Request, now: int) -> None:
-        """Say that `request` has left the waiting queue."""
+        """Call when `request` leaves the waiting queue."""
         if self._on_dequeued is not None:
             self._call("on_dequeued", self._on_dequeued, request, now)
 
     def ended(self, request: Request, now: int) -> None:
-        """Say that `request` has ended; its blocks are released next."""
+        """Call when `request` has ended, before its blocks are released."""
         if self._on_end is not None:
             self._call("on_end", self._on_end, request, now)
         self._orders.pop(request.id, None)
@@ -442,7 +442,7 @@ class PolicyHost:
     # Inside.
 
     def _begin(self, policy: EvictionPolicy) -> None:
-        """Begin with an empty cache, of which `policy` has not heard."""
+        """Reset to an empty cache with `policy`, which is new."""
         self._root = Span(
             0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
             None, self._geometry, (), None, None,
@@ -456,7 +456,7 @@ class PolicyHost:
         self._ask(policy)
 
     def _ask(self, policy: EvictionPolicy) -> None:
-        """Let `policy` decide from now on."""
+        """Make `policy` the one that decides."""
         self.eviction = policy
         self._expires = policy.expires_spans
         self._on_insert = find_override(policy, "on_insert")
@@ -495,7 +495,7 @@ class PolicyHost:
             span = span.parent  # type: ignore[assignment]
 
     def _unpin(self, span: Span, now: int) -> None:
-        """Take back a pin of a span; with its last one, also one of the span above it."""
+        """Remove a pin of a span; with its last one, also one of its parent."""
         while True:
             span.ref_count -= 1
             if span.ref_count:

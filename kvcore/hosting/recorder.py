@@ -372,7 +372,7 @@ class EngineRecorder:
         self._orphans.clear()
 
     def close(self) -> None:
-        """End the recording, and give the file its name. A second call does nothing.
+        """Finish the recording, and rename the file to its path. A second call does nothing.
 
         Requests that are open are written as ended, with no token, or one if they were
         `answered`.
@@ -417,7 +417,7 @@ class EngineRecorder:
         return False
 
     def _lose(self, span: Span, now: int, reason: Lost = "gone") -> None:
-        """Let a block leave that the engine has lost, now or once it is not in use."""
+        """Remove a block that the engine has lost, now or as soon as it is not in use."""
         if span.ref_count or span.children:
             self._late[span.path_keys[span.start]] = None
             return
@@ -543,7 +543,7 @@ class EngineRecorder:
         self._trace.close()
 
     def _stop(self, error: Exception) -> None:
-        """End the recording before its time."""
+        """Finish the recording early, because of `error`."""
         self.failure = error
         what = error if isinstance(error, KvcoreError) else repr(error)
         _log.warning("%s: the recording ends here: %s", self.path, what)

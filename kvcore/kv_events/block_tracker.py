@@ -54,7 +54,7 @@ KINDS = {
 
 @attrs.frozen
 class BlockLocation:
-    """Where a block can be resident: publisher, its rank, its group of layers, and tier."""
+    """A place where a block is resident: publisher, rank, group of layers, and tier."""
 
     publisher: Publisher
     dp_rank: int | None

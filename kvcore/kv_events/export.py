@@ -52,7 +52,7 @@ _EVENT_VALUES = 1 << 16
 
 @attrs.frozen
 class ExportSize:
-    """What an export of a trace as vLLM's events holds, counted beforehand.
+    """Size of an export of a trace as vLLM's events, counted beforehand.
 
     Attributes:
         blocks: number of blocks that are stored, each as often as it is.
@@ -305,7 +305,7 @@ class _EventMaker:
     def _moved(
         self, line: events.Offload | events.Recover | events.Discard
     ) -> Iterator[BlockStored | BlockRemoved]:
-        """Yield the events of a tier; what is parked there nobody else can find."""
+        """Yield the events of a tier, except for parked blocks: no other request hits these."""
         state = self._state
         if state.tiers is None or getattr(line, "parked", False):
             return

@@ -154,7 +154,7 @@ class AllBlocksCleared:
 
 @attrs.frozen(kw_only=True)
 class PoolCreated:
-    """A pool was made, with so many blocks at each cache level (TensorRT-LLM)."""
+    """A pool was made, with its number of blocks at each cache level (TensorRT-LLM)."""
 
     levels: tuple[int, ...]
     group: int | None = None

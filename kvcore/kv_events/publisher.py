@@ -119,7 +119,7 @@ class Publisher(Endpoint):
         self._until(seconds, lambda: False)
 
     def wait_for(self, subscribers: int, seconds: float) -> bool:
-        """Serve until so many subscribers are there, for `seconds`; return if they are."""
+        """Serve up to `seconds`, until enough subscribers are connected; return if they are."""
         return self._until(seconds, lambda: self.subscribers >= subscribers)
 
     def close(self) -> None:

@@ -184,7 +184,7 @@ class RecordingWriter(SealedWriter):
         )
 
     def rotate(self) -> None:
-        """Begin the next piece, if this one has a batch and is large or old enough."""
+        """Start a new piece if this one has a batch, and is large or old enough."""
         large = self._sink.size >= self._most_bytes
         if "BATCH" in self.lines and (large or monotonic() - self._begun >= self._most_seconds):
             self.close()
@@ -207,7 +207,7 @@ class RecordingWriter(SealedWriter):
         self.pieces += 1
 
     def give_up(self, error: BaseException | None) -> None:
-        """End the file without END, since `error` was raised: keep it if it has a batch.
+        """Finish the file without END because of `error`; keep it if it has a batch.
 
         Raises:
             StorageError: `error` is one; says what is kept, and how to read it.
@@ -491,7 +491,7 @@ def record(
     warn: Callable[[str], None] = lambda _: None,
     progress: Callable[[Tally], None] = lambda _: None,
 ) -> Tally:
-    """Write what a subscriber receives, until `stop`, for `seconds`, or so many `batches`.
+    """Record the batches that a subscriber receives, until `stop` or a limit is reached.
 
     At `stop` and after `seconds` all that was received by then is written: for at most five
     seconds, the rest as gaps. A batch that cannot be decoded is written as a gap of one. The

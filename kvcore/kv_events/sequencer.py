@@ -167,7 +167,7 @@ class BatchSequencer:
         self._remember(sequence, digest)
 
     def catch_up(self) -> Generator[StreamItem | None, None, str]:
-        """Ask for all batches that the publisher keeps from here on; yield what comes.
+        """Request the batches that the publisher keeps from here on; yield those that come.
 
         Yields None now and then while an answer is waited for. Returns why batches that are
         missing afterwards are. An answer that has a hole in its middle, or breaks off, since it
@@ -187,7 +187,7 @@ class BatchSequencer:
         return NOT_KEPT
 
     def _ask(self, replay: Replay, start: int) -> Generator[StreamItem | None, None, bool]:
-        """Ask once; return whether to ask again, which is so only if a batch came."""
+        """Request a replay once; return True, to ask again, only if a batch came."""
         first = True
         with closing(replay(start)) as answer:
             for answered in answer:
@@ -214,7 +214,7 @@ class BatchSequencer:
         return False
 
     def _remember(self, sequence: int, digest: bytes) -> None:
-        """Know a batch again that may also come live."""
+        """Record the digest of a replayed batch, to recognise it if it also comes live."""
         self._replayed[sequence] = digest
         if len(self._replayed) > MOST_REPLAYED:
             self._replayed.popitem(last=False)

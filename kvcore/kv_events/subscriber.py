@@ -306,7 +306,7 @@ class Subscriber(Endpoint):
         yield from join_gaps(self._unread())
 
     def stop(self) -> None:
-        """End `items` within a tenth of a second. May be called by a signal handler."""
+        """End the iteration of `items` within 0.1 s. May be called by a signal handler."""
         self.stopped = True
 
     def close(self) -> None:
@@ -423,7 +423,7 @@ class Subscriber(Endpoint):
         yield from stream.sequencer.receive(sequence, frames[2])
 
     def _unread(self) -> Iterator[StreamItem]:
-        """Yield the gaps that messages leave which nobody reads any more."""
+        """Yield the gaps left by queued messages that will not be read."""
         for stream in self._streams:
             for queue in filter(None, (self._replays.get(stream.rank), stream.queue)):
                 while queue:
@@ -435,7 +435,7 @@ class Subscriber(Endpoint):
     def _replay(
         self, rank: int, address: str, start: int
     ) -> Generator[tuple[int, bytes | None] | None, None, None]:
-        """Ask for the batches from `start` on; yield them as a `Replay` does.
+        """Request the batches from `start` on; yield them as a `Replay` does.
 
         Each request has a socket of its own, so that no late answer is taken for another's.
         """

@@ -41,7 +41,7 @@ MOST_DEVICES = 65_536
 
 @attrs.frozen
 class Deployment:
-    """One copy of a model: weights and K/V heads divided by a few equal devices.
+    """One copy of a model: weights and K/V heads divided by identical devices.
 
     Attributes:
         layout: the model, and the layout of its K/V in blocks.

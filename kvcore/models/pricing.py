@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 @attrs.frozen(kw_only=True)
 class PriceModel:
-    """What an API charges for tokens, and what it caches.
+    """The prices of an API for tokens, and its rules for caching them.
 
     The first tokens of a prompt are read from the cache as far as an earlier prompt had the
     same ones, at most `ttl` seconds ago. Each use renews the time.

@@ -72,13 +72,13 @@ class LiveInbox(Arrivals):
             self.changed.notify()
 
     def leave(self, request: int | str) -> None:
-        """Let a request end: its client has gone."""
+        """Called when the client of a request has gone."""
         with self.changed:
             self.left.add(request)
             self.changed.notify()
 
     def close(self) -> None:
-        """Let the loop end when it has nothing left to do."""
+        """End the loop when it has nothing left to do."""
         with self.changed:
             self.closing = True
             self.changed.notify()
@@ -91,7 +91,7 @@ class LiveInbox(Arrivals):
         return 0, request
 
     def ended(self, request: Request, now: int) -> None:
-        """Tell of a request that has ended."""
+        """Called when a request has ended; passes that on to its listener."""
         self._on_ended(request, now)
 
 
@@ -188,7 +188,7 @@ class LiveLoop(ServingLoop):
         self._began_ns = perf_counter_ns()
 
     def begin(self) -> bool:
-        """Take what has come, let go of those whose clients have gone, and plan."""
+        """Advance the clock, drop requests whose clients have gone, and plan a step."""
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
         if self.inbox.left or self._leaving:
@@ -196,7 +196,7 @@ class LiveLoop(ServingLoop):
         return super().begin()
 
     def end(self) -> None:
-        """Run a step, and tell its tokens."""
+        """Run a step, and pass on its tokens."""
         super().end()
         self._tensors.measured.clear()
         streams = self._tensors.streams
@@ -299,7 +299,7 @@ class LiveEngine:
         self._thread = threading.Thread(target=self._run, name="kvcore-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener) -> None:
@@ -310,11 +310,11 @@ class LiveEngine:
             listener(Tokens(end=FAILED, reason=str(self.failure)))
 
     def cancel(self, request: int | str) -> None:
-        """End a request whose client has gone."""
+        """Cancel a request whose client has gone."""
         self.loop.inbox.leave(request)
 
     def close(self) -> None:
-        """End when all requests have ended, and wait for that."""
+        """Stop when all requests have ended, and wait for that."""
         self.loop.inbox.close()
         self._thread.join()
 

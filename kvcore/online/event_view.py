@@ -16,7 +16,7 @@ from kvcore.request import block_keys
 
 
 class _Told:
-    """What one server has told so far: the keys of the blocks that it has.
+    """Keys of the blocks that one server has reported so far.
 
     A block's key is that of its tokens and its parent, whatever hash its server gives it. Those
     of adapters, images or salts are left out: the tokens of a prompt do not tell of them.
@@ -54,7 +54,7 @@ class _Told:
 
 
 class FollowedEvents(EventsView):
-    """Knows what the servers tell, of prompts whose tokens are known.
+    """Follows the events of the servers, for prompts whose tokens are known.
 
     Memory grows with the blocks that they have.
 
@@ -75,7 +75,7 @@ class FollowedEvents(EventsView):
         self._threads: list[Thread] = []
 
     def lost(self, replica: int, now: int) -> None:
-        """Forget what a replica held: it tells again what it stores."""
+        """Remove what a replica held: the replica reports anew what it stores."""
         super().lost(replica, now)
         self._lives[replica] = _Told(self._block_size)
 

@@ -56,7 +56,7 @@ class LiveServer:
     attempts: set[Attempt] = attrs.field(factory=set)
 
     def __attrs_post_init__(self) -> None:
-        """Tell the replica where its figures are."""
+        """Connect the replica to the usage and prefill rate of this server."""
         rate = self.options.prefill_rate
         self.replica.connect(lambda: self.usage, lambda tokens, _: tokens / rate)
 
@@ -121,7 +121,7 @@ class Fleet:
             tasks.create_task(self._sync())
 
     async def check(self, server: LiveServer, session: ClientSession) -> None:
-        """Ask a server whether it is healthy, and how full."""
+        """Query the health and cache usage of a server."""
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 async with session.get(
@@ -282,7 +282,7 @@ def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Print the error of a router that is only told of what has happened."""
+    """Print a router's error instead of raising it, where the router answers nothing."""
     try:
         yield
     except PolicyError as error:
@@ -290,6 +290,6 @@ def _told() -> Iterator[None]:
 
 
 def warn(sentence: str) -> None:
-    """Print a sentence on stderr, unless nobody reads it any more."""
+    """Print a sentence on stderr; ignore that it is closed."""
     with suppress(OSError):
         sys.stderr.write(f"kvcore: {sentence}\n")

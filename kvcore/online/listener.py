@@ -172,7 +172,7 @@ class Listener:
         return protocol
 
     async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request, also where the handler refuses it."""
+        """Return the answer to a request, also where the handler refuses it."""
         try:
             return await handler(http)
         except ApiError as error:
@@ -192,10 +192,10 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 
 class _Refusal(asyncio.Protocol):
-    """Ends a connection as soon as it is made."""
+    """Closes a connection as soon as it is made."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """End it."""
+        """Close the connection."""
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
 

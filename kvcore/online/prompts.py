@@ -69,7 +69,7 @@ class Call:
 
     @property
     def question(self) -> dict[str, Any]:
-        """What `/tokenize` of a server is asked with."""
+        """The body of a request to a server's `/tokenize`."""
         names = ("model", "messages", "prompt", "tools", "add_special_tokens")
         return {name: self.document[name] for name in names if name in self.document}
 

@@ -112,7 +112,7 @@ class EventStream:
         return self._rest
 
     def _take(self, event: bytes) -> bool:
-        """Note the usage in an event; return whether the client has not asked for it."""
+        """Record the usage in an event; return True if the client has not asked for it."""
         if not event.startswith(b"data:") or b'"usage"' not in event:
             return False
         try:
@@ -140,7 +140,7 @@ def _paired(lines: list[bytes]) -> list[bytes]:
 
 
 def take_usage(flight: Flight, usage: dict[str, Any]) -> int:
-    """Note the lengths that a server has counted; return the prompt tokens that were cached."""
+    """Record the lengths that a server has counted; return the cached prompt tokens."""
     prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
     if type(prompt) is int and prompt > 0:
         flight.prompt = prompt
@@ -234,7 +234,7 @@ class Proxy:
         return self._listener.refusal(status, message, param)
 
     async def _health(self, http: web.Request) -> web.Response:
-        """Say how many servers are up; with none, or at the end, the proxy is not healthy."""
+        """Return how many servers are up; with none, or when closing, the status is 503."""
         del http
         up, of = len(self.fleet.dispatcher.up), len(self.fleet.servers)
         healthy = up > 0 and not self._closing
@@ -275,7 +275,7 @@ class Proxy:
         return self._refusal(NO_SERVER, "no server is up")
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        """Answer a completion, unless there are too many."""
+        """Serve a completion, unless there are too many."""
         if self._busy >= self.config.concurrency or self._closing:
             return self._refusal(NO_SERVER, "the limit of requests in flight is reached")
         self._busy += 1
@@ -303,7 +303,7 @@ class Proxy:
         return Call.read(http.path, body)
 
     async def _tokenize(self, http: web.Request, call: Call) -> list[int] | None:
-        """Return the tokens of a prompt, as a server tells them; None: it does not."""
+        """Return the tokens of a prompt as a server counts them; None if it does not."""
         up = self.fleet.dispatcher.up
         if not up:
             return None
@@ -332,7 +332,7 @@ class Proxy:
     async def _serve(
         self, http: web.Request, call: Call, request: Request
     ) -> web.StreamResponse:
-        """Answer a request, which is in the trace from its arrival to its end."""
+        """Serve a request; the trace has it from its arrival to its end."""
         flight = Flight(request)
         self.fleet.begin(flight)
         try:
@@ -417,7 +417,7 @@ class Proxy:
             attempt.deadline = None
 
     def _note(self, attempt: Attempt, data: bytes) -> None:
-        """Note the usage in a whole answer.
+        """Record the usage in a whole answer.
 
         Raises:
             UnservedError: it is not JSON.
@@ -436,7 +436,7 @@ class Proxy:
     async def _pass_on(
         self, http: web.Request, attempt: Attempt, answer: Answer
     ) -> web.StreamResponse:
-        """Give an answer to the client. A server that dies now ends its stream by an error."""
+        """Send an answer to the client. A server that dies meanwhile ends it with an error."""
         server, response, stream = attempt.server, answer.response, answer.stream
         out: web.StreamResponse = self._web.StreamResponse(
             status=response.status, headers=_back(server, response)
@@ -470,7 +470,7 @@ class Proxy:
         return out
 
     async def _give(self, out: web.StreamResponse, http: web.Request, data: bytes) -> None:
-        """Give the client some bytes.
+        """Send some bytes to the client.
 
         Raises:
             _ClientGoneError: it is not there, or does not take them in time.

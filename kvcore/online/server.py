@@ -39,7 +39,7 @@ CONNECTIONS = 4
 
 @attrs.frozen(kw_only=True)
 class ServeConfig:
-    """What a server listens at, and its limits.
+    """Address and limits of a server.
 
     Attributes:
         host, port: where it listens; port 0 takes a free one.
@@ -231,7 +231,7 @@ class Server:
         self.engine = LiveEngine(loop, self._fail)
 
     async def start(self) -> None:
-        """Begin to serve, and listen.
+        """Start serving and listening.
 
         Raises:
             InputError: the address cannot be listened at.
@@ -279,7 +279,7 @@ class Server:
     # The API.
 
     async def _health(self, http: web.Request) -> web.Response:
-        """Say whether requests are served."""
+        """Return whether requests are served."""
         del http
         well = not self._closing and self.engine.failure is None
         return self._listener.json(
@@ -310,7 +310,7 @@ class Server:
         return self._listener.json(answer | {"block_size": size})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        """Answer a chat or a completion."""
+        """Serve a chat or a text completion."""
         call = self._read(http, await self._document(http))
         if self._closing or self._busy >= self.config.requests:
             why = "is ending" if self._closing else f"has {self._busy} requests: try again"
@@ -410,7 +410,7 @@ class Server:
         return tokens
 
     async def _generate(self, number: int, call: Call) -> AsyncGenerator[Tokens, None]:
-        """Yield what comes of a request; whoever stops listening, ends it."""
+        """Yield the parts of an answer; a caller that stops listening cancels the request."""
         parts: asyncio.Queue[Tokens] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -440,7 +440,7 @@ class Server:
     async def _whole(
         self, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
     ) -> web.Response:
-        """Answer with the whole text."""
+        """Send the whole text."""
         made, text = self._text(call), ""
         count = hit = 0
         async for part in parts:
@@ -465,7 +465,7 @@ class Server:
     async def _stream(
         self, http: web.Request, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
     ) -> web.StreamResponse:
-        """Answer with server-sent events, one for each part of the text."""
+        """Send server-sent events, one for each part of the text."""
         first = await anext(parts)
         _check(first)
         head = self._head(number, call, chunk=True)

@@ -59,7 +59,7 @@ class StoredBlocks:
         )
 
     def start(self) -> None:
-        """Begin to publish."""
+        """Start publishing."""
         self._thread.start()
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class StoredBlocks:
                 self._remember(key, place, ids, job.request)
 
     def closed(self, request: TextRequest) -> None:
-        """Forget the tokens of a prompt that are not stored."""
+        """Called when a request closes; forgets tokens of its prompt that are not stored."""
         for key in request.keys:
             self._open[key] -= 1
             if not self._open[key]:
@@ -141,7 +141,7 @@ class StoredBlocks:
         self._salts.pop(key, None)
 
     def _extra(self, keys: Sequence[Key]) -> tuple[tuple[str] | None, ...] | None:
-        """Return the salt of a prompt's first block as vLLM tells it; None: it has none."""
+        """Return the salt of a prompt's first block as vLLM reports it; None if it has none."""
         salt = self._salts.get(keys[0])
         return None if salt is None else ((salt,), *[None] * (len(keys) - 1))
 

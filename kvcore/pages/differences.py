@@ -26,7 +26,7 @@ ByRequester = dict[int | str, list[EvictedContent]]
 
 @attrs.frozen
 class Differences:
-    """What differs between the evictions of two traces, the left and the right one.
+    """The evictions in which two traces differ, the left and the right one.
 
     Attributes:
         blocks: of each trace a column: how many blocks of each row differ; none if the traces

@@ -190,7 +190,7 @@ class Prompts:
 
 @attrs.frozen
 class EvictedContent:
-    """What an EVICT line took, by block keys, so that two traces can be compared.
+    """The block keys that an EVICT line removed, to compare two traces.
 
     Attributes:
         row: of the line.
@@ -336,11 +336,11 @@ class Playback:
 
     @property
     def ratio(self) -> int:
-        """How many blocks a key covers."""
+        """The number of blocks of a key."""
         return self._state.layout.ratio
 
     def _turn(self, event: events.Event) -> None:
-        """Begin or end to keep rows, before the first line of a moment."""
+        """Start or stop keeping rows, before the first line of a moment."""
         self.ended, window, flat = event.t, self._window, self._flat
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first, self.begin = "inside", event.n, self._snapshot()

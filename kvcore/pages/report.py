@@ -240,7 +240,7 @@ def _read(name: str, document: Document) -> Result:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Turn what goes wrong with the fields of a document into an InputError that names it."""
+    """Raise errors in the fields of a document as an InputError that names the document."""
     try:
         yield
     except FAULTS as error:
@@ -335,7 +335,7 @@ def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) 
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart; one given again has a number."""
+    """Return the shortest distinct ends of paths; a repeated path gets a number."""
     parts = [Path(path).parts or (path,) for path in paths]
     labels = [*paths]
     for length in range(1, max(map(len, parts), default=0) + 1):

@@ -67,7 +67,7 @@ class SeenGrid:
 
     @classmethod
     def of(cls, mode: str, rows: Sequence[Mapping[str, Any]]) -> SeenGrid:
-        """Find the axes. The pool is none where the others tell all cells apart."""
+        """Return the axes. The pool is none where the others distinguish all cells."""
         seen = {
             name: [*dict.fromkeys(row[name] for row in rows)]
             for name in axes_of(mode)
@@ -109,7 +109,7 @@ class Swept(Result):
         return self.report.headers, self.report.rows
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one sweep."""
+        """Yield the parts of a report on one sweep."""
         report, grid = self.report, self.grid
         yield from opening(report)
         yield heading("The best")
@@ -185,7 +185,7 @@ def _spread(values: Sequence[float]) -> bool:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Planned(Result):
-    """What `plan` found."""
+    """The document that `plan --json` prints."""
 
     kind: ClassVar[str] = "Plan of a fleet"
     plural: ClassVar[str] = "Plans of fleets"
@@ -226,7 +226,7 @@ class Planned(Result):
         return PLAN_HEADERS, self.report.rows
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one plan."""
+        """Yield the parts of a report on one plan."""
         report, plan = self.report, self.report.plan
         yield from sentences(report.headline)
         yield heading("Fleets")
@@ -289,7 +289,7 @@ def _option(document: Document) -> Option:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Rerun(Result):
-    """What `replay --json` printed of a run with other options."""
+    """The document that `replay --json` prints for a run with other options."""
 
     kind: ClassVar[str] = "What if"
 
@@ -325,7 +325,7 @@ class Rerun(Result):
         return cls(name=name, document=document, report=WhatIfReport(whatif))
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one what-if."""
+        """Yield the parts of a report on one what-if."""
         report, found = self.report, self.report.whatif
         yield from sentences(report.headline)
         yield heading("Both runs")
@@ -367,7 +367,7 @@ def _outcome(document: Document) -> RequestOutcome:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Explained(Result):
-    """What `explain --json` printed, of all requests or of one."""
+    """The document that `explain --json` prints, on all requests or one."""
 
     kind: ClassVar[str] = "Miss reasons"
 
@@ -398,7 +398,7 @@ class Explained(Result):
         return SummaryReport.headers, SummaryReport(self.explanation, self.summary).rows
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one explanation."""
+        """Yield the parts of a report on one explanation."""
         source, asked = self.explanation.source, (self.document.get("request"),)
         if self.summary is None:
             yield from self._request()
@@ -492,7 +492,7 @@ def _summary(document: Document) -> Summary:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Measured(Result):
-    """What `quality --json` printed."""
+    """The document that `quality --json` prints."""
 
     kind: ClassVar[str] = "Quality under bounded or shrunk K/V"
 
@@ -510,7 +510,7 @@ class Measured(Result):
         return self.report.headers, [*self.report.rows]
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one measurement."""
+        """Yield the parts of a report on one measurement."""
         report, quality = self.report, self.report.quality
         yield from opening(report)
         yield heading("What is lost")
@@ -546,7 +546,7 @@ class Measured(Result):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Sized(Result):
-    """What `size --json` printed."""
+    """The document that `size --json` prints."""
 
     kind: ClassVar[str] = "Size of K/V"
     plural: ClassVar[str] = "Sizes of K/V"
@@ -564,7 +564,7 @@ class Sized(Result):
         return SIZE_HEADERS, self.cells
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one model."""
+        """Yield the parts of a report on one model."""
         found, model = self.document, self.document["model"]
         yield from sentences(size_title(model))
         yield from table("What it takes, and what fits", SIZE_HEADERS, self.cells)

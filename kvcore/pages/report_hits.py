@@ -80,7 +80,7 @@ def _infinite(sizes: Sequence[int], ratio: float, after: str = "") -> Line:
 
 
 class HitResult(Result):
-    """Hits by policy and pool size: what comparisons and curves have in common."""
+    """Hits by policy and pool size: the common part of comparisons and curves."""
 
     @abstractmethod
     def hits(self) -> dict[tuple[str, int], float]:
@@ -145,7 +145,7 @@ class HitResult(Result):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Compared(HitResult):
-    """What `compare --json` printed."""
+    """The document that `compare --json` prints."""
 
     kind: ClassVar[str] = "Comparison of eviction policies"
     plural: ClassVar[str] = "Comparisons of eviction policies"
@@ -186,7 +186,7 @@ class Compared(HitResult):
         return self.report.comparison.infinite.hit_ratio["block"] or 0.0
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one comparison."""
+        """Yield the parts of a report on one comparison."""
         report, comparison = self.report, self.report.comparison
         yield from opening(report)
         if report.empty:
@@ -284,7 +284,7 @@ class Compared(HitResult):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Curved(HitResult):
-    """What `curve` wrote as JSON."""
+    """The document that `curve` writes as JSON."""
 
     kind: ClassVar[str] = "Hit curves"
 
@@ -328,7 +328,7 @@ class Curved(HitResult):
         return self.report.curves.ratio(self.report.curves.hit_blocks) or 0.0
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one set of curves."""
+        """Yield the parts of a report on one set of curves."""
         report, curves = self.report, self.report.curves
         yield from opening(report)
         if report.empty:
@@ -364,7 +364,7 @@ class Curved(HitResult):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Planed(Result):
-    """What `curve --tier` wrote as JSON."""
+    """The document that `curve --tier` writes as JSON."""
 
     kind: ClassVar[str] = "Hits by the sizes of pool and tier"
 
@@ -401,7 +401,7 @@ class Planed(Result):
         return cls(name=name, document=document, report=report)
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one plane."""
+        """Yield the parts of a report on one plane."""
         report, plane = self.report, self.report.plane
         yield from opening(report)
         yield heading("Hits, and the prefill that they save")

@@ -225,7 +225,7 @@ def distributions(
 
 
 def curves(points: Mapping[str, Iterable[tuple[float, float]]], factor: float) -> list[Line]:
-    """Return a line of points for each name, no two alike; `factor` scales the values."""
+    """Return a line of points for each name, in distinct styles; `factor` scales the values."""
     lines = []
     for place, (name, found) in enumerate(points.items()):
         row, column = divmod(place, len(COLOURS))
@@ -264,7 +264,7 @@ def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Result(ABC):
-    """A result that a report tells of.
+    """Base class of the results that a report shows.
 
     Attributes:
         name: the file or folder, as given.
@@ -278,12 +278,12 @@ class Result(ABC):
 
     @property
     def warning(self) -> str:
-        """What is to be known first; nothing if all is well."""
+        """A caution to read first; empty if there is none."""
         return ""
 
     @abstractmethod
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one result."""
+        """Yield the parts of a report on one result."""
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
         """Return the headers and rows that stand side by side with those of others, if any."""
@@ -291,7 +291,7 @@ class Result(ABC):
 
     @classmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
-        """Yield what is told of several results of this kind side by side."""
+        """Yield the parts of a report that shows several results of this kind side by side."""
         tables = [each.rows() for each in results]
         known = [each for each in tables if each is not None]
         if len(known) < len(tables) or len({tuple(headers) for headers, _ in known}) > 1:

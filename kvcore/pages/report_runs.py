@@ -203,7 +203,7 @@ class Run(Result):
 
     @property
     def header(self) -> dict[str, Any]:
-        """What was run, as settings."""
+        """The settings of the run."""
         found = self.summary
         if found is None:
             assert self.trace is not None
@@ -223,7 +223,7 @@ class Run(Result):
 
     @property
     def warning(self) -> str:
-        """What is to be known first: that the run is saturated, or thrashes."""
+        """A caution: the run is saturated, or thrashes."""
         report = self.report
         if report is None or self.summary is None:
             return ""
@@ -232,7 +232,7 @@ class Run(Result):
         return "\n".join(filter(None, (report.warning, held, report.thrashing)))
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is told of one run."""
+        """Yield the parts of a report on one run."""
         report, trace = self.report, self.trace
         yield from sentences(self.warning, "warning")
         if report is not None:

@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers GET and HEAD of `/` with a page, and nothing else.
+    """HTTP server of one page: it answers GET and HEAD of `/`, and nothing else.
 
     Only loopback is listened on, and only requests that name it as their host are answered: a
     page of the internet whose name was made to point here gets nothing.
@@ -41,13 +41,13 @@ class PageServer(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that went away; report all else as errors are."""
+        """Ignore that a browser has disconnected; report other errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers a request; says nothing of it on stderr."""
+    """Handles a request, without a log on stderr."""
 
     server: PageServer
     server_version = "kvcore"
@@ -82,4 +82,4 @@ class _Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Say nothing."""
+        """Discard the log line of a request."""

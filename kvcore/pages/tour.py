@@ -204,7 +204,7 @@ _SHARED_POOL = 12
 
 
 def _sharing() -> dict[str, Any]:
-    """Let two requests share a prefix, fork one of them, and close all; tell each line."""
+    """Run two requests that share a prefix and a fork of one, with each trace line."""
     texts = {name: text.split() for name, text in _TEXTS.items()}
     # The time of a call is its number: so each line tells which call has written it.
     tokens: dict[int, dict[int, int]] = {}
@@ -325,7 +325,7 @@ def _touched(event: Any, state: CacheState) -> list[int]:
 
 @attrs.frozen
 class _Sentence:
-    """What a line of the trace says, for somebody who hears of blocks for the first time.
+    """A trace line in words, for readers who are new to blocks.
 
     Attributes:
         event: the event of the line.
@@ -560,7 +560,7 @@ _VARIANTS = (
 
 
 def _window() -> dict[str, Any]:
-    """Let a model read a story and answer, while a retention policy forgets parts of it."""
+    """Run a model that reads a story and answers, under policies that drop parts of its K/V."""
     return {
         "words": _STORY.split(),
         "output": _STORY_OUTPUT,

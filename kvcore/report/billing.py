@@ -92,7 +92,7 @@ def bill_sections(
 
 @attrs.frozen
 class ComparisonBill:
-    """What an API would have charged if its cache were that of a row of a comparison.
+    """The bill of an API whose cache were that of a row of a comparison.
 
     Attributes:
         comparison: one that was made with prices.

@@ -197,7 +197,7 @@ def _is_bound(name: str) -> bool:
 
 
 def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
-    """Give the axis across a tick at each of some places, or at every few of many."""
+    """Set the ticks of the horizontal axis: at each of some places, or at every few of many."""
     step = -(-len(places) // DECADE)
     ticks = places[::-step][::-1]
     axes.set_xticks(ticks, [text(tick) for tick in ticks])

@@ -218,7 +218,7 @@ def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
 
 
 def _kind(event: events.Event) -> object:
-    """Return what events have in common of which is told as one."""
+    """Return the group of an event; consecutive events of a group are shown as one."""
     together = isinstance(event, (events.Evict, events.Drop))
     return (event.t, getattr(event, "requester", None)) if together else event
 

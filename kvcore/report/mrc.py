@@ -205,7 +205,7 @@ def _title(report: CurvesReport) -> str:
 
 
 def _dense(low: int, high: int) -> list[int]:
-    """Return sizes from `low` to `high` at even ratios, so many that a line looks smooth."""
+    """Return sizes from `low` to `high` in equal ratios, enough for a smooth line."""
     ratio = high / low
     sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
     return list(dict.fromkeys(sizes))

@@ -518,7 +518,7 @@ def _framed(
 
 
 def _requests(timeline: Timeline) -> str:
-    """Say of which requests a timeline is."""
+    """Return the workload and the number of requests of a timeline, as a sentence."""
     workload = timeline.header.get("workload") or {}
     rejected = len(timeline.requests.rejected)
     told = f", {rejected:,} rejected" if rejected else ""
@@ -527,7 +527,7 @@ def _requests(timeline: Timeline) -> str:
 
 
 def _caption(timeline: Timeline) -> str:
-    """Say what was run, and whether the trace is cut."""
+    """Return the settings of the run, and why its trace is cut, if it is."""
     cut = "" if timeline.complete else f"Incomplete: {timeline.cut_reason}.\n"
     return f"{cut}{setup(timeline.header)}"
 
@@ -638,7 +638,7 @@ def _shares(axes: Axes) -> None:
 
 
 def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -> None:
-    """Make an axis logarithmic, from `low` to `high` seconds, with at most so many ticks."""
+    """Set a logarithmic axis from `low` to `high` seconds, with a limited number of ticks."""
     low, high = low / 1.15, high * 1.15
     first, last = floor(log10(low)), ceil(log10(high))
     ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 3)]
@@ -657,7 +657,7 @@ def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -
 
 
 def _empty(axes: Axes, text: str) -> None:
-    """Say in place of a plot that there is nothing to draw."""
+    """Write into an axis that there is nothing to draw, and why."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 

@@ -43,7 +43,7 @@ PANELS: tuple[tuple[str, str, float], ...] = (
 
 @attrs.frozen
 class QualityReport:
-    """What is lost, for people and for programs.
+    """Report on the loss of quality, as text and as JSON.
 
     Attributes:
         quality: what is reported.

@@ -18,7 +18,7 @@ NO_VALUE = "-"
 
 @attrs.frozen
 class PagingReport:
-    """Two runs of the same requests for people.
+    """Report on two runs of the same requests, paged and contiguous.
 
     Attributes:
         contiguous, paged: the summaries of the runs.
@@ -232,7 +232,7 @@ class SimulationReport:
 
     @property
     def warning(self) -> str:
-        """That more is asked for than can be done; nothing if it is not."""
+        """A warning of overload, with what would help; empty if there is none."""
         found, load = self.summary["saturation"], self.summary["offered_load"]
         if not found or not found["saturated"]:
             return ""
@@ -306,7 +306,7 @@ class SimulationReport:
 
     @property
     def thrashing(self) -> str:
-        """That the cache brings back what it has just evicted; nothing if it does not."""
+        """A warning that blocks return soon after eviction; empty if they do not."""
         summary = self.summary
         blocks = summary["pool"]["blocks"]
         return thrashing(summary["residency"], blocks, summary.get("tiers") or ())

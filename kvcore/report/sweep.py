@@ -28,7 +28,7 @@ POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
 
 @attrs.frozen
 class Measure:
-    """What cells are ranked by.
+    """A figure by which cells are ranked.
 
     Attributes:
         title: of the column with the best.

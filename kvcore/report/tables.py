@@ -383,7 +383,7 @@ def _cell(result: Row | Infinite) -> str:
 
 
 def named(rows: list[Named]) -> list[tuple[str, Named]]:
-    """Put the name of its policy before each row, with options that tell namesakes apart."""
+    """Prefix each row with the name of its policy, and its options where names are equal."""
     named = []
     for row in rows:
         others = [other.options for other in rows if other.eviction == row.eviction]

@@ -570,7 +570,7 @@ class CacheMachine(RuleBasedStateMachine):
     @_some_open
     @rule(step=steps(_TRAFFIC, "extend"))
     def ask_too_much(self, step: Step) -> None:
-        """Ask for a block more than exist, and be refused."""
+        """Open a request of more blocks than exist; it must be refused."""
         cache = self.driver.cache
         tokens = (cache.pool.blocks + 1) * cache.geometry.block_size
         assert self.take(attrs.evolve(step, tokens=tokens)).refused == "OutOfBlocks"
@@ -590,7 +590,7 @@ class CacheMachine(RuleBasedStateMachine):
     @_some_open
     @rule(step=steps(_TRAFFIC, "compact"))
     def compact(self, step: Step) -> None:
-        """Go on with some tokens alone; there may be no room."""
+        """Keep only some tokens of a sequence; the pool may lack blocks for that."""
         self.take(step)
 
     @_some_open

@@ -194,7 +194,7 @@ def _break(
     requests: list[Request],
     now: int,
 ) -> None:
-    """Let a replica fail now and then, or return."""
+    """Fail a replica now and then, or bring one back."""
     what = dice.random()
     up = dispatcher.up
     if what < 1 / 15 and len(up) > 1:

@@ -174,7 +174,7 @@ class ToyServer:
         self._scheduler.queued(job, self._now)
 
     def _rank(self, job: Job) -> None:
-        """Ask for the priority of a waiting job, and when to ask again."""
+        """Return the priority of a waiting job, and when to ask again."""
         self._changed = True
         self._due.pop(job, None)
         if not self._asks:

@@ -109,7 +109,7 @@ class Tiers:
         self.describe()
 
     def move_with(self, mover: Mover) -> None:
-        """Let `mover` move the bytes of all levels."""
+        """Set the `mover` that moves the bytes of all levels."""
         self.mover = mover
         for level in self.levels:
             level.mover = mover
@@ -162,7 +162,7 @@ class Tiers:
     def load(
         self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool = False
     ) -> Load | None:
-        """Begin to load what `seq`, just opened, did not hit, as far as that is the faster way.
+        """Start to load the blocks that `seq`, just opened, did not hit, where that is faster.
 
         Every level is asked, the nearest first; each extends what the nearer ones hold. Of all
         prefixes of what is found, the one is loaded that takes the least time to load it and
@@ -196,7 +196,7 @@ class Tiers:
         return self._begin(seq, parts, tokens, now, resumed=resumed)
 
     def _find(self, seq: Holder, now: int, *, resumed: bool) -> list[tuple[Level, int, int]]:
-        """Ask every level; return the ranges `[first, end)` of blocks that may be loaded."""
+        """Return the ranges `[first, end)` of blocks that may be loaded, with their levels."""
         geometry = self.cache.geometry
         limit, end = min(seq.cacheable, seq.blocks), seq.hit_blocks
         if geometry.accounting == "tokens":
@@ -346,7 +346,7 @@ class Tiers:
     def prefetch(
         self, request: Request, now: int, arrival: int, prefill_ns: PrefillTime, reserve: int
     ) -> Load | None:
-        """Begin to load what the pool lacks of the prompt of a request that is yet to come.
+        """Start to load the prompt blocks that the pool lacks for a request yet to come.
 
         What is loaded is decided as for a load, but that the time up to `arrival` (ns) costs
         nothing. It goes into blocks that are free or can be evicted, of which `reserve` must
@@ -467,7 +467,7 @@ class Tiers:
     def _load_parked(
         self, seq: Holder, level: Level, holder: Holder, now: int, prefill_ns: PrefillTime
     ) -> Load | None:
-        """Begin to load what `seq` left when it was preempted, unless computing is faster."""
+        """Start to load what `seq` parked at preemption, unless computing is faster."""
         size, hit = self.cache.geometry.block_size, seq.hit_blocks
         moved = (holder.blocks - hit) * level.slot_bytes
         took = level.link.load_ns(moved, now) + prefill_ns(

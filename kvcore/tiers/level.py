@@ -22,7 +22,7 @@ from kvcore.tiers.tier import Link, Tier
 
 @attrs.define
 class TierStats:
-    """What moved in and out of a tier, in blocks unless it says otherwise.
+    """Traffic of a tier, in blocks unless stated otherwise.
 
     Attributes:
         stored: written into it; `parked`, those of preempted sequences among them.
@@ -77,13 +77,13 @@ class Mover(Protocol):
         """
 
     def park(self, level: Level, ids: Ids, holder: Holder) -> None:
-        """Called when private blocks of a preempted sequence are written, likewise."""
+        """Called when private blocks of a preempted sequence are written to a tier."""
 
     def load(self, part: Part) -> None:
         """Called when a load has begun."""
 
     def finish(self, part: Part, ids: Ids) -> int:
-        """Put what was loaded into the blocks `ids` of the pool; return how many are right.
+        """Copy what was loaded into the pool's blocks `ids`; return how many are intact.
 
         If not all are, `part.reason` says why.
         """
@@ -180,7 +180,7 @@ class Level:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its store can be asked: False for a while after it has failed."""
+        """Whether the store of this level can be used: False for a while after a failure."""
         mover = self.mover
         return mover is None or mover.is_ready(self)
 
@@ -275,7 +275,7 @@ class Level:
         return need if fits else None
 
     def is_busy(self, now: int) -> bool:
-        """Return True if a transfer that nobody waits for would wait too long itself."""
+        """Return True if the link's queue is too long for a transfer that may be skipped."""
         return self.link.wait(now) > self._max_wait
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
@@ -296,7 +296,7 @@ class Level:
         self._wrote(seq.request.id, match.blocks, own, now, None, parked=True)
 
     def unpark(self, request: int | str, now: int) -> None:
-        """Give up what a preempted sequence has left here."""
+        """Drop the parked blocks of a preempted sequence."""
         holder = self.parked.pop(request)
         shared, count = holder.span.end, holder.blocks - holder.span.end
         if self.mover is not None and holder.private is not None:
@@ -399,7 +399,7 @@ class Level:
         tree.close(holder.span, now)
 
     def restore(self, keys: Sequence[Key], slots: Ids) -> None:
-        """Put back a path that an earlier run has left: `slots` have its blocks, all of them.
+        """Insert a path that an earlier run has left; `slots` has all of its blocks.
 
         Their slots must be allocated. The path is the latest to be used, of all put back.
         """

@@ -193,7 +193,7 @@ class TierStore(ABC):
         """Read the bytes of `blocks` into `into`; return how many of the first are right."""
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Forget what is in `slots`. Does nothing unless overridden."""
+        """Called when `slots` are freed. Does nothing unless overridden."""
         del slots
 
     def recover(self) -> Iterable[StoredBlock]:
@@ -209,7 +209,7 @@ class TierStore(ABC):
         return len(blocks)
 
     def close(self) -> None:  # noqa: B027
-        """Give up what is held. Does nothing unless overridden."""
+        """Release all resources. Does nothing unless overridden."""
 
 
 class Link:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Report:
-    """What a trace holds, up to its end or to the time asked for.
+    """Counts of a trace, up to its end or to the time asked for.
 
     Attributes:
         file: the path, as given.
@@ -134,7 +134,7 @@ replay = check_trace
 
 
 class Checker(Protocol):
-    """What checks the lines of a trace after HEADER, one by one."""
+    """Checks the lines of a trace after HEADER, one by one."""
 
     def apply(self, event: Any, /) -> None:
         """Check the next event, and apply it; raise ViolationError if it cannot be."""

@@ -48,7 +48,7 @@ class ReplicaRecorder(JsonRecorder):
         self.header |= plain(header) | {"plugins": plain(plugins)}
 
     def request(self, request: Request, now: int) -> None:
-        """Do nothing: the cluster has written REQUEST."""
+        """Write nothing: the cluster has written REQUEST."""
 
     def recover(
         self,
@@ -133,7 +133,7 @@ class ClusterTrace:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many lines are kept back that it is worth to `flush`."""
+        """Whether enough lines are buffered to `flush` them."""
         return len(self._lines) > self._full
 
     def put(self, line: dict[str, Any]) -> None:

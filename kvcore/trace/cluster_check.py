@@ -56,7 +56,7 @@ class CheckedReplica:
         return self._life
 
     def fail(self) -> None:
-        """End the life."""
+        """End the current life of the replica."""
         report = self.report()
         self.finished, self.rejected = report["finished"], report["rejected"]
         self.preemptions = report["preemptions"]
@@ -393,7 +393,7 @@ class ClusterChecker:
 
 
 def _nothing(event: object) -> None:
-    """Do nothing about an event that has been checked."""
+    """Ignore an event that has been checked."""
 
 
 def _schedule(failures: Any) -> list[tuple[int, bool, int]]:

@@ -73,7 +73,7 @@ class PluginRecord(Struct, forbid_unknown_fields=True):
 
 
 class WorkloadRecord(Struct, forbid_unknown_fields=True):
-    """Where the requests of a run come from."""
+    """The source of the requests of a run."""
 
     name: str
     digest: str
@@ -101,7 +101,7 @@ class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Replicas of a cluster that follow one another and are alike.
+    """Consecutive identical replicas of a cluster.
 
     Attributes:
         count: how many they are.
@@ -121,7 +121,7 @@ class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _Placed(Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
-    """What is said of a line that is that of a replica, or about one."""
+    """The fields of a line that belongs to a replica, or is about one."""
 
     replica: Count | UnsetType = UNSET
 

@@ -162,7 +162,7 @@ class BackgroundFile(io.RawIOBase):
         self._worker.shutdown()
 
     def _submit(self, job: Callable[[_T], None], argument: _T) -> None:
-        """Give the thread a job, once it is done with the one before."""
+        """Pass a job to the thread, once it has finished the one before."""
         if self._discarded:
             return
         self._wait()
@@ -253,7 +253,7 @@ class SealedWriter(ABC):
         self._shut()
 
     def give_up(self, error: BaseException | None) -> None:
-        """End the file without END, since `error` was raised: discard it."""
+        """Discard the file, because of `error`."""
         del error
         self.discard()
 
@@ -360,7 +360,7 @@ class SealedReader(ABC, Generic[_Item]):
         """
 
     def _expect_end(self, fields: Mapping[str, Any]) -> None:
-        """Note that the line just parsed is END, and its fields before the digest."""
+        """Record that the line just parsed is END, and its fields before the digest."""
         self._end = fields
 
     def _open(self) -> BinaryIO:

@@ -170,7 +170,7 @@ class Lifecycles:
         return self._requests[request].output
 
     def end(self, sequences: int) -> None:
-        """Check the end of the trace, with so many `sequences` open.
+        """Check the end of the trace, at which `sequences` sequences are open.
 
         Raises:
             ViolationError: the trace has a clock, and something in it has not ended.

@@ -43,7 +43,7 @@ class CachedKeys:
         return True
 
     def begin(self, keys: list[Any], first: int) -> None:
-        """Let `keys` name blocks from position `first` on, those before being of other keys."""
+        """Insert the first key of a run that starts at block `first`, within it or not."""
         whole, part = divmod(first, self._ratio)
         self._blocks.setdefault(keys[whole], part)
 

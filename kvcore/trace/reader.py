@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class _Builder(Protocol):
-    """Makes something of the events of a trace."""
+    """Builds a result from the events of a trace."""
 
     def take(self, event: Any, /) -> None:
-        """Take the next event after HEADER."""
+        """Called with each event after HEADER, in order."""
 
 
 Builder = TypeVar("Builder", bound=_Builder)

@@ -45,7 +45,7 @@ def replica_headers(header: Header) -> list[Header]:
 
 
 class Replicas:
-    """Tells of each line of a cluster's trace whose it is. Memory: requests in flight.
+    """Finds the replica of each line of a cluster's trace. Memory: requests in flight.
 
     Attributes:
         headers: of each replica.

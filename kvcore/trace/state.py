@@ -88,7 +88,7 @@ class TracedPrompt:
 
 @attrs.frozen
 class TraceLayout:
-    """How requests lie in blocks, by HEADER and REQUEST lines alone.
+    """The blocks of requests, computed from HEADER and REQUEST lines alone.
 
     Written apart from the cache's own arithmetic, which a check of the trace is there to
     test. `ratio` is blocks a key; where a block is several keys, `stride` is how many.
@@ -156,14 +156,14 @@ class TraceLayout:
         )
 
     def name_generated(self, prompt: TracedPrompt, end: int) -> None:
-        """Give the blocks from the end of `prompt` up to position `end` names of their own."""
+        """Name the blocks from the end of `prompt` up to position `end`."""
         whole = prompt.tokens // self.block_size // self.ratio
         names = [(GENERATED, prompt.id, place) for place in range(whole, -(-end // self.ratio))]
         if len(names) + whole > len(prompt.generated):
             prompt.generated = [*prompt.keys[:whole], *names]
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
-        """Return how many tokens of a request have K/V once it has so many of output.
+        """Return the number of tokens with K/V of a request with `output` generated tokens.
 
         The K/V of its last token is never computed; where keys are counted, only that of the
         prompt is, in whole blocks.
@@ -173,7 +173,7 @@ class TraceLayout:
         return prompt.tokens + max(output - 1, 0)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks so many tokens fill."""
+        """Return the number of blocks that `tokens` tokens fill."""
         return -(-tokens // self.block_size)
 
 
@@ -235,12 +235,12 @@ class TracedSequence:
 
     @property
     def blocks(self) -> int:
-        """How many blocks its table has, dropped ones included."""
+        """The number of blocks in its table, dropped ones included."""
         return self.span.end + len(self.private) + self.freed
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether it has dropped blocks, or was compacted: it has nothing more to share."""
+        """Whether it has dropped blocks, or was compacted, and so shares no more."""
         return bool(self.holes or self.compacted)
 
     @property

@@ -114,7 +114,7 @@ class TierChecker:
 
     @property
     def swaps(self) -> bool:
-        """Whether a sequence was preempted that is about to rest in a tier, and to close."""
+        """Whether a preempted sequence is about to be parked in a tier and closed."""
         return self._swapped is not None
 
     def check(self, event: Any, begins: bool) -> bool:  # noqa: FBT001 - called for every line
@@ -248,7 +248,7 @@ class TierChecker:
                 violated(f"request {request!r} has parked blocks in {tier.name!r} still")
 
     def _must_be_recovered(self) -> None:
-        """Check that all is told that an earlier run has left, before anything happens."""
+        """Check that RECOVER lines cover what an earlier run has left."""
         self._starts = False
         for name, tier in self._tiers.levels.items():
             if tier.recovered != tier.record.recovered:

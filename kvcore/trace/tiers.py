@@ -125,7 +125,7 @@ class TracedTier:
 
     @property
     def name(self) -> str:
-        """What lines call it."""
+        """The name of the tier in trace lines."""
         return self.record.tier
 
     @property
@@ -150,7 +150,7 @@ class TracedTier:
         return max(self.free_at, now) + self._held(blocks, write=write) + self.latency
 
     def queue(self, blocks: int, now: int, *, write: bool) -> None:
-        """Put blocks on the link."""
+        """Add blocks to the queue of the link."""
         size, held = blocks * self.record.slot_bytes, self._held(blocks, write=write)
         if not self.untimed:
             self.busy_ns += held

@@ -44,7 +44,7 @@ class Workload(Plugin):
     _has_yielded = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let errors of what `cls` defines name the plugin, the file and line."""
+        """Wrap what `cls` defines so that its errors name the plugin, file and line."""
         super().__init_subclass__(**options)
         for name, defined in list(vars(cls).items()):
             if name == "__iter__":
@@ -97,7 +97,7 @@ class Workload(Plugin):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a reader of results must know of the requests read last, such as rows left out.
+        """Remarks about the requests read last, such as rows left out.
 
         Each note is one sentence part without a stop. Here: nothing.
         """

@@ -39,7 +39,7 @@ OUTPUT = 4000
 
 @attrs.frozen
 class Part:
-    """What became of a part.
+    """Outcome of one part of the run.
 
     Attributes:
         name: its name.

@@ -57,7 +57,7 @@ def refuse_unfit(eviction: EvictionPolicy) -> None:
 
 
 class KvcorePolicy(BaseCachePolicy):
-    """Lets an eviction policy of kvcore decide what a back end of LMCache evicts.
+    """Cache policy of LMCache that runs an eviction policy of kvcore.
 
     Every chunk is a span of one block, and a child of the root. It is stored when it enters
     the mapping of the back end, and gone when it leaves it, whatever the reason: so policy
@@ -123,10 +123,10 @@ class KvcorePolicy(BaseCachePolicy):
             self._tell("hit", key)
 
     def update_on_put(self, key: Any) -> None:
-        """Do nothing: a chunk counts from when it is in the mapping."""
+        """Ignore the call: a chunk counts as soon as it is in the mapping."""
 
     def update_on_force_evict(self, key: Any) -> None:
-        """Do nothing: a chunk counts until it leaves the mapping."""
+        """Ignore the call: a chunk counts until it leaves the mapping."""
 
     def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
         """Return up to `num_candidates` keys whose entries can leave, in order."""
@@ -171,7 +171,7 @@ class KvcorePolicy(BaseCachePolicy):
     # Inside.
 
     def _begin(self, chunks: int) -> None:
-        """Let the policy decide in a back end of `chunks` chunks."""
+        """Start the policy in a back end of `chunks` chunks."""
         self.host = PolicyHost(self._policy, chunks, 1, fallback=True)
         _log.info("kvcore's %s decides among %d chunks", self._policy.name, chunks)
         if self._trace is not None:
@@ -181,7 +181,7 @@ class KvcorePolicy(BaseCachePolicy):
             self._apply(what, key, now)
 
     def _tell(self, what: str, key: Any) -> None:
-        """Tell the policy of a chunk, now or when it begins."""
+        """Pass an event of a chunk to the policy, or keep it until the policy starts."""
         if not _counts(key):
             return
         now = self.clock()
@@ -195,7 +195,7 @@ class KvcorePolicy(BaseCachePolicy):
                 self._forget()
 
     def _forget(self) -> None:
-        """Forget the older half of the hits."""
+        """Drop the older half of the hits."""
         hits = 0
         kept = []
         for each in self._early:
@@ -240,7 +240,7 @@ class KvcorePolicy(BaseCachePolicy):
 
 
 class Entries(dict[Any, Any]):
-    """The entries of a back end, which tells its policy what enters and what leaves.
+    """The entries of a back end; insertions and removals reach its policy.
 
     All that changes it does so by one of two methods. Reading it is as fast as a dict's.
     """

@@ -99,7 +99,7 @@ class _Admission:
 
 
 class TreeHost:
-    """Lets an `EvictionPolicy` decide about the nodes of SGLang's radix tree.
+    """Runs an `EvictionPolicy` on the nodes of SGLang's radix tree.
 
     A node is a span of many blocks, a page each, and leaves the tree whole: the cache of
     `radix:evict=leaf`. The host calls the policy as `KVCache` does; what SGLang does in another
@@ -160,7 +160,7 @@ class TreeHost:
         eviction.attach(blocks, page_size)
 
     def clear(self) -> None:
-        """Forget all nodes: SGLang has just made its tree."""
+        """Drop all nodes: SGLang has just made its tree."""
         self._root = Span(
             0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
             None, self._geometry, (), None, None,
@@ -233,7 +233,7 @@ class TreeHost:
             span = span.parent  # type: ignore[assignment]
 
     def split(self, upper: Any, lower: Any) -> None:
-        """Note that the head of the node `lower` became the node `upper`."""
+        """Called when the head of the node `lower` became the node `upper`."""
         span = self._spans[lower]
         at = span.start + len(upper.key) // self.page_size
         parent: Span = span.parent  # type: ignore[assignment]
@@ -261,7 +261,7 @@ class TreeHost:
             self._end(span)
 
     def inserted(self, node: Any) -> None:
-        """Note that SGLang has inserted a path that ends at `node`. O(its spans)."""
+        """Called when SGLang has inserted a path that ends at `node`. O(its spans)."""
         self._unlocked = False
         now = self.clock()
         self._admit(now)
@@ -291,7 +291,7 @@ class TreeHost:
         self._record_commit(span, now)
 
     def removed(self, node: Any) -> None:
-        """Note that a leaf has left the tree."""
+        """Called when a leaf has left the tree."""
         span = self._spans.pop(node)
         del self._nodes[span]
         parent: Span = span.parent  # type: ignore[assignment]
@@ -306,13 +306,13 @@ class TreeHost:
             self.eviction.on_leaf(parent)
 
     def ended(self, request: Any) -> None:
-        """Note that a request has ended, or was retracted and comes again."""
+        """Called when a request has ended, or was retracted and comes again."""
         if self.recorder is not None and self._blocks.pop(request, None) is not None:
             output = len(request.output_ids) if request.finished() else None
             self.recorder.closed(request.rid, self.clock(), output=output)
 
     def evicting(self) -> None:
-        """Note that SGLang evicts next: what is not locked can be evicted."""
+        """Called before SGLang evicts: from now on, what is not locked can be evicted."""
         self._release()
         now = self.clock()
         for admission in self._admitted:
@@ -364,7 +364,7 @@ class TreeHost:
         )
 
     def _hold(self, span: Span) -> None:
-        """Pin a path that nobody has locked, until the next release; it is released upwards."""
+        """Pin a path that nothing has locked, until the next release."""
         while span is not self._root:
             if span in self._held:
                 del self._held[span]
@@ -394,7 +394,7 @@ class TreeHost:
         return next((each for each in reversed(self._admitted) if each.node is node), None)
 
     def _miss(self, admission: _Admission, now: int) -> None:
-        """Count an admission, and tell the policy what it does not hit."""
+        """Count an admission, and report to the policy what it does not hit."""
         request = admission.request
         self.eviction.requester = request.rid
         if admission.missed or request in self._orders:

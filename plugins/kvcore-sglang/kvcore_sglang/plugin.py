@@ -70,7 +70,7 @@ class KvcoreStrategy:
 
     @property
     def failures(self) -> int:
-        """How many policies have failed: 0 or 1."""
+        """The number of policies that have failed: 0 or 1."""
         return int(self.host is not None and self.host.failure is not None)
 
     @property
@@ -96,7 +96,7 @@ class KvcoreStrategy:
         _log.info("%s decides what leaves a %s", self._eviction, type(owner).__name__)
 
     def reset(self) -> None:
-        """Begin again, with a new policy, as SGLang has emptied the cache."""
+        """Start again with a new policy: SGLang has emptied the cache."""
         if self.host is not None and not self.failures:
             if self._recorder is not None:
                 self._recorder.cleared(self.host.clock())

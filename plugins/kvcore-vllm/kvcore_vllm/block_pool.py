@@ -115,7 +115,7 @@ class PolicyQueue:
         self.host.unpin_run(cached, self.clock())
 
     def remove(self, block: Any) -> None:
-        """Take a free block back into use."""
+        """Remove a block from the free queue: it is in use again."""
         self.num_free_blocks -= 1
         if block.block_id in self.host:
             self.host.pin(block.block_id)
@@ -123,14 +123,14 @@ class PolicyQueue:
             (self._empty if block in self._empty else self._read).remove(block)
 
     def lose(self, block: Any, reason: str = "gone") -> None:
-        """Forget the content of a block, which is no hit any more."""
+        """Drop the content of a block, which can no longer be hit."""
         if block.block_id in self.host:
             self.host.dropped(block.block_id, self.clock(), reason)
             if not block.ref_cnt:
                 self._empty.append(block)
 
     def clear(self) -> None:
-        """Forget the content of all blocks; none is in use."""
+        """Drop the content of all blocks; none is in use."""
         self.host.clear()
         self._read.clear()
         self._empty = deque(block for block in self._blocks if not block.is_null)
@@ -176,7 +176,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
     hears = True
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """Take cached blocks into use, the deepest first, as a policy expects it."""
+        """Pin cached blocks, the deepest first, as a policy expects it."""
         super().touch(blocks[::-1])
         if self.opening is not None:
             self.hits = blocks
@@ -255,7 +255,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
             self.recorder.committed(name, blocks=num_full_blocks, now=now, keys=keys)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Let blocks be hit no more."""
+        """Drop the content of blocks, so that they can no longer be hit."""
         lost = [self.blocks[block] for block in block_ids]
         keys = [_key(block.block_hash) for block in lost if block.block_hash]
         super().evict_blocks(block_ids)
@@ -276,7 +276,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
             queue.host.stored(dst_block.block_id, None, queue.clock(), key=key)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content, if no block is in use."""
+        """Drop all cached content, if no block is in use."""
         done: bool = super().reset_prefix_cache()
         if done:
             queue = self.free_block_queue
@@ -321,7 +321,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
     tables: dict[str, list[Any]]
 
     def queued(self, request: Any, *, front: bool = False) -> None:
-        """Say that a request waits: behind others or, once preempted, before them."""
+        """Called when a request waits: behind others or, once preempted, before them."""
         known, queue = self._know(request), self.block_pool.free_block_queue
         known.waits = True
         queue.host.queued(known.request, queue.clock(), front=front)
@@ -373,7 +373,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
             queue.host.dequeued(known.request, queue.clock())
 
     def _leave(self, request: Any) -> None:
-        """Say that a request has ended, or is preempted, before its blocks are released."""
+        """Record that a request has ended or is preempted, before its blocks are released."""
         known = self.known.get(request.request_id)
         if known is None:
             return
@@ -414,7 +414,7 @@ def host_blocks(
     settings: HostSettings,
     clock: Callable[[], int] = time.monotonic_ns,
 ) -> PolicyHost:
-    """Let the policy of `settings` decide which block of `manager`'s pool is evicted next.
+    """Make the policy of `settings` decide which block of `manager`'s pool is evicted next.
 
     Args:
         manager: vLLM's cache manager, which has not served a request.
@@ -463,7 +463,7 @@ def _refuse(why: str, instead: str) -> NoReturn:
 
 
 class _Hosted(VllmScheduler):  # type: ignore[misc, unused-ignore]
-    """What the scheduler classes have in common."""
+    """The common part of the scheduler classes."""
 
     synchronous = False
 

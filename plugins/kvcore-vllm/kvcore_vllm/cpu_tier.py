@@ -35,7 +35,7 @@ UNKNOWN_CHUNK_TOKENS = 256
 
 @attrs.define
 class _Use:
-    """What a request does in the tier.
+    """How a request uses the tier.
 
     Attributes:
         request: the request, by the chunks of its prompt that are known.
@@ -51,7 +51,7 @@ class _Use:
 
 
 class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
-    """Lets a kvcore policy decide which chunks leave vLLM's CPU tier.
+    """Cache policy of vLLM's CPU tier that runs an eviction policy of kvcore.
 
     `KVCORE_EVICTION` names it. A chunk follows the one before it in the prompt, in each KV
     cache group by itself. A chunk whose transfer runs, and those before it, stay.
@@ -80,7 +80,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         self._start(UNKNOWN_CHUNK_TOKENS)
 
     def _start(self, tokens: int) -> None:
-        """Make the host, for chunks of so many tokens."""
+        """Build the host for chunks of `size` tokens."""
         self._tokens = tokens
         policy = self._settings.build()
         self.host = PolicyHost(policy, self.cache_capacity, tokens, fallback=True)
@@ -115,7 +115,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
             self.mark_evictable(key)
 
     def remove(self, key: OffloadKey) -> None:
-        """Forget a chunk whose transfer has failed."""
+        """Drop a chunk whose transfer has failed."""
         self._let_go()
         del self._chunks[key]
         now = self.clock()
@@ -172,7 +172,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Return `n` chunks that leave, or None if so many cannot."""
+        """Return `n` chunks to remove, or None if that many cannot be."""
         now = self.clock()
         requester = "" if self._using is None else self._using.req_id
         keys = self.host.victims(n, protected, now=now, requester=requester)
@@ -196,7 +196,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         self.host.pin(key)
 
     def clear(self) -> None:
-        """Forget all chunks, and all that the policy has learnt."""
+        """Drop all chunks, and the state of the policy."""
         self._chunks.clear()
         self._hits, self._using = [], None
         self.host.clear()

@@ -60,7 +60,7 @@ class Medusa(TokenDrafter):
     _cost: HeadCost = attrs.field(init=False, repr=False)
 
     def load(self, generator: Generator, backend: Backend, seed: int) -> None:
-        """Let the model write texts, and fit the heads to them."""
+        """Fit the heads to texts that the model writes."""
         import torch  # noqa: PLC0415 - see the generator
 
         self._generator = generator

@@ -146,14 +146,14 @@ class Adaptive(EvictionPolicy):
             expert.attach(blocks, block_size)
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Forget the ghosts of `span`, which is cached again."""
+        """Remove the ghosts of `span`, which is cached again."""
         span.data = self._expert_spans(span)
         for ghost in self._ghosts:
             ghost.forget(span)
         self._call("on_insert", span, now)
 
     def on_extend(self, span: Span, blocks: int) -> None:
-        """Forget the ghosts of `span`, which is cached again."""
+        """Remove the ghosts of `span`, which is cached again."""
         for ghost in self._ghosts:
             ghost.forget(span)
         self._call("on_extend", span, blocks)

@@ -52,7 +52,7 @@ class Lookahead(ScoreEviction):
         self._leaf_of: dict[Key, Span] = {}
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """Give `request` its turn in the queue, and add that to each key of its prompt."""
+        """Number `request`, and add the number to each key of its prompt."""
         turn = self._first_turn - 1 if front else self._last_turn + 1
         self._first_turn = min(self._first_turn, turn)
         self._last_turn = max(self._last_turn, turn)

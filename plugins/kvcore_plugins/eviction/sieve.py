@@ -67,7 +67,7 @@ class SIEVE(QueuePolicy):
         span.data = Position(span.data.order, visited=True)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Give both halves one place, with a bit each."""
+        """Keep both halves in one place of the queue, with a bit each."""
         super().on_split(upper, lower)
         self._places[lower.data.order] += 1
 

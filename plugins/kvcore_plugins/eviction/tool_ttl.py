@@ -91,7 +91,7 @@ class ToolTTL(ScoreEviction):
             waits[:] = going
 
     def on_end(self, request: Request, now: int) -> None:
-        """Begin to wait for the next request of the session."""
+        """Start to wait for the next request of the session."""
         self._ended_at, self._tool = now, None
         if request.session is None or not request.keys:
             return

@@ -237,7 +237,7 @@ def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     found: list[Rotary | None] = []
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, **_: Any) -> Tensor:
-        """Note what rotates the keys of the layer; each token attends to itself alone."""
+        """Record the rotation of the layer's keys; each token attends to itself alone."""
         del layer
         tolerance = max(1e-4, 4 * torch.finfo(keys.dtype).eps) * keys.abs().max()
         found.append(

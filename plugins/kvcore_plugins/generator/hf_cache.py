@@ -164,7 +164,7 @@ class PagedCache:
     def _before(
         self, model: PreTrainedModel, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give a call of the model its batch, with slots for its step.
+        """Prepare a call of the model: its batch, with slots for its step.
 
         Called by torch before every forward of the model.
         """

@@ -194,5 +194,5 @@ def _speeds(width: int) -> list[float]:
 
 
 def _each(rows: Tensor, heads: int) -> Tensor:
-    """Return `[rows, width]` for each of so many heads, `[rows, heads, width]`."""
+    """Return `[rows, width]` repeated for each of `heads` heads, `[rows, heads, width]`."""
     return rows[:, None].repeat(1, heads, 1)

@@ -62,7 +62,7 @@ class SinCos(Generator):
     _rates: tuple[Tensor, Tensor] = attrs.field(init=False, default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Look up the model's shape."""
+        """Resolve the model's shape."""
         self._spec = resized(
             self.model,
             layers=self.layers,

@@ -37,7 +37,7 @@ class Linear(LatencyModel):
     context: float = attrs.field(default=1.2e-8)
 
     def __attrs_post_init__(self) -> None:
-        """Turn the options into whole picoseconds."""
+        """Convert the options to whole picoseconds."""
         self._step = picoseconds(self.step, "linear: step")
         self._prefill = picoseconds(self.prefill, "linear: prefill")
         self._decode = picoseconds(self.decode, "linear: decode")

@@ -118,7 +118,7 @@ class Roofline(LatencyModel):
     frontend: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
-        """Turn data sheets into coefficients."""
+        """Convert data sheets to coefficients."""
         model = find_model(self.model) if isinstance(self.model, str) else self.model
         device = find_device(self.device) if isinstance(self.device, str) else self.device
         self._names = model.name, device.name
@@ -239,7 +239,7 @@ class Roofline(LatencyModel):
         }
 
     def for_model(self, model: ModelSpec | None, parameters: int = 0) -> Roofline:
-        """Return the same server with another model, whose K/V is kept alike."""
+        """Return the same server with another model that has the same K/V layout."""
         served = self.model if model is None else model
         spec = find_model(served) if isinstance(served, str) else served
         if parameters:

@@ -36,7 +36,7 @@ class TokenRate(LatencyModel):
     decode: float = attrs.field(default=10.0)
 
     def __attrs_post_init__(self) -> None:
-        """Turn the rates into whole picoseconds a token."""
+        """Convert the rates to whole picoseconds per token."""
         self._prefill = _token_picoseconds("prefill", self.prefill)
         self._decode = _token_picoseconds("decode", self.decode)
 

@@ -54,7 +54,7 @@ class Mooncake(Router):
         self._queued[replica.number] = self._queued.get(replica.number, 0.0) + seconds
 
     def on_first_token(self, request: Request, replica: Replica, now: int) -> None:
-        """Take its prefill from the queue."""
+        """Subtract the prefill of `request` from the queue of its replica."""
         del now
         seconds = self._own.pop(request.id, 0.0)
         # A queue without a request has no time: sums of floats leave some.
@@ -63,7 +63,7 @@ class Mooncake(Router):
             self._queued[replica.number] = 0.0
 
     def on_ended(self, request: Request, replica: Replica, now: int) -> None:
-        """Take its prefill from the queue, if it ends without a token."""
+        """Subtract the prefill of `request` from the queue, if it ends without a token."""
         if request.id in self._own:
             self.on_first_token(request, replica, now)
 

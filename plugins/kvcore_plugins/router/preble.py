@@ -78,7 +78,7 @@ class Preble(Router):
         self._sum[replica.number] = self._sum.get(replica.number, 0.0) + seconds
 
     def on_left(self, replica: Replica, now: int) -> None:
-        """Forget its work."""
+        """Drop the work of the replica."""
         del now
         self._work.pop(replica.number, None)
         self._sum.pop(replica.number, None)

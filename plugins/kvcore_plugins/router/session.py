@@ -84,13 +84,13 @@ class SessionAffinity(Router):
         self._in_flight -= 1
 
     def on_joined(self, replica: Replica, now: int) -> None:
-        """Give the replica its points on the ring."""
+        """Add the replica's points to the ring."""
         del now
         self._members[replica.number] = replica
         self._changed = True
 
     def on_left(self, replica: Replica, now: int) -> None:
-        """Take its points from the ring."""
+        """Remove the replica's points from the ring."""
         del now
         del self._members[replica.number]
         self._changed = True

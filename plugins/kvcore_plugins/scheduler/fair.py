@@ -70,7 +70,7 @@ class Fair(Scheduler):
         return self._counters.get(job.request.tenant, 0)
 
     def queued(self, job: Job, now: int) -> None:
-        """Put `job` in its tenant's queue; lift the counter of a tenant that comes back."""
+        """Append `job` to its tenant's queue; lift the counter of a tenant that comes back."""
         self._settle(now)
         tenant, counters = job.request.tenant, self._counters
         preempted = job in self._running
@@ -133,7 +133,7 @@ class Fair(Scheduler):
                 heappop(turns)
 
     def _leave(self, tenant: Tenant) -> None:
-        """Forget the queue of a tenant of whom nobody waits any more."""
+        """Drop the queue of a tenant without waiting jobs."""
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._left = tenant

@@ -113,7 +113,7 @@ class DiskStore(TierStore):
             raise
 
     def _lock(self, path: Path) -> None:
-        """Take the directory for this process, until it closes or ends."""
+        """Lock the directory for this process, until it closes or ends."""
         file = self._file(path / "lock")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,7 +155,7 @@ class DiskStore(TierStore):
         return data, headers
 
     def _fit(self, path: Path, first: bytes) -> None:
-        """Give both files the length of all slots, if there is room for as much."""
+        """Extend both files to the length of all slots, if the disk has room."""
         wanted = self._slots * self._size
         room = disk_usage(path).free + os.fstat(self._data).st_blocks * 512
         if wanted > room:

@@ -92,11 +92,11 @@ class HostStore(TierStore):
         return len(blocks)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Forget what is in `slots`; their memory stays taken."""
+        """Called when `slots` are freed; their memory stays allocated."""
         for slot in slots:
             self._held.pop(slot, None)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._held.clear()
         self.memory, self._memory = None, memoryview(b"")

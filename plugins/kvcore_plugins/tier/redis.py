@@ -165,7 +165,7 @@ class RedisStore(TierStore):
         return known
 
     def _unpack(self, block: StoredBlock, answer: Any, into: memoryview) -> bool:
-        """Put an answer into `into`; return True if it is `block`."""
+        """Decode an answer into `into`; return True if it is `block`."""
         if not isinstance(answer, list) or len(answer) != 1 + len(self._fields):
             return False
         header, *pieces = answer
