@@ -6,8 +6,9 @@ from kvcore.analysis.comparison import SHARING, Comparison, Infinite, Row, Sourc
 from kvcore.analysis.miss_reasons import Explanation
 from kvcore.analysis.misses import explain
 from kvcore.analysis.mrc import Curve, Curves, Steps, curve
+from kvcore.analysis.recorded_run import RunSummary
 from kvcore.analysis.serial_replay import replay, served
-from kvcore.analysis.what_if import Change, RequestOutcome, RunSummary, WhatIf, whatif
+from kvcore.analysis.what_if import Change, RequestOutcome, WhatIf, whatif
 
 __all__ = [
     "SHARING",

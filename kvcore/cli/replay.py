@@ -116,7 +116,7 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
         report = replay_trace(file, moment, tick)
     document, bills = report.as_dict(), None
     if price is not None and report.complete:
-        from kvcore.analysis.what_if import bill_trace  # noqa: PLC0415 - for prices alone
+        from kvcore.analysis.recorded_run import bill_trace  # noqa: PLC0415 - for prices alone
 
         with reading("billing", file) as tick:
             document["bill"] = bills = bill_trace(file, price, tick).as_dict()

@@ -14,8 +14,8 @@ import orjson
 
 from kvcore.analysis import Explanation, RunSummary, explain
 from kvcore.analysis.miss_reasons import CATEGORIES, Summary
+from kvcore.analysis.recorded_run import recorded_run
 from kvcore.analysis.timeline import Timeline
-from kvcore.analysis.what_if import recorded_run
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.pages.report_documents import reason_tables

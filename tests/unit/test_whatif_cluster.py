@@ -9,7 +9,7 @@ from helpers.traces import lines, seal
 import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis import whatif
-from kvcore.analysis.what_if import recorded_run
+from kvcore.analysis.recorded_run import recorded_run
 from kvcore.cluster import simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
