@@ -45,7 +45,9 @@ class TestRefused:
         """Requests are bounded by the size of the file, since each takes more memory."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b"), ask("c")])
         monkeypatch.setattr("kvcore.analysis.recorded_run.FREE_REQUESTS", 2)
-        monkeypatch.setattr("kvcore.analysis.recorded_run.BYTES_OF_REQUEST", path.stat().st_size + 1)
+        monkeypatch.setattr(
+            "kvcore.analysis.recorded_run.BYTES_OF_REQUEST", path.stat().st_size + 1
+        )
         self.refused(path, TraceError, "of this size has at most 2 requests")
 
     def test_the_wall_clock(self, tmp_path):
