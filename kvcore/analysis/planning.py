@@ -26,10 +26,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import attrs
 
 from kvcore.analysis.fleet import GRANTS, Fleet, FleetTask, Served
-from kvcore.analysis.sweep.executors import ThisProcess
 from kvcore.analysis.sweep.grid import Grid
 from kvcore.analysis.sweep.journal import Journal
-from kvcore.analysis.sweep.plan import Executor
+from kvcore.analysis.sweep.plan import Executor, ThisProcess
 from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig
 from kvcore.config.run_config import read_option
@@ -178,28 +177,8 @@ def plan(
     twice the GPUs with which one does are not searched. Some 30 to 120 simulations of the whole
     workload, which is held in memory; one ends when too many requests have missed the SLO.
 
-    Args:
-        workload: where the requests come from, as for `kvcore.simulate`.
-        percentile: percentage of the requests that are judged which must meet their SLO.
-        tensor_parallel: GPUs that share a model, each number a search of its own.
-        replicas: numbers of replicas; None: the least that does, for each of these.
-        max_gpus: GPUs of a fleet, at most.
-        tier: tiers below the pool, as for `RunConfig`. The memory of the one named `host` is
-            searched for, up to what it is given here; the others are as they are. None: no
-            tier.
-        policies: (kind, name) of eviction policies and schedulers that the verdict tries;
-            None: all that are installed, with their default options. No eviction policy is
-            tried where a pool that never fills misses the SLO.
-        journal: where finished simulations are kept and looked up; open. None: nowhere.
-        executor: what simulates; None: this process.
-        progress: is told how many simulations are done; None: nobody is.
-        options: options of `RunConfig` for a simulation; plugins by name. `blocks` or
-            `memory` is the largest pool of a replica (what fits beside the weights).
-
-    Raises:
-        InputError: a percentile outside 0 to 100, no fleet to try, an SLO that judges no
-            request, or as `kvcore.simulate`.
-        PluginError: a plugin that cannot work here, or a simulation that failed.
+    Arguments and errors are those of `kvcore.plan`, but that `journal` is open, and that an
+    `executor` of None simulates in this process.
     """
     if not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"

@@ -13,7 +13,7 @@ from kvcore.analysis.belady import Future, belady
 from kvcore.analysis.comparison import SHARING, Source
 from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep import Executor, Grid, Plan
-from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.config.cluster import ClusterParts

@@ -135,19 +135,7 @@ def validate(
     Poisson arrivals; of an infinite rate all requests are there at once. A row whose `engine`
     is known is served by its rules (`like`). Costs some 15 ms a row.
 
-    Args:
-        source: the file, as `kvcore.analysis.measured.read_measured` reads it.
-        where: values that rows have in columns, several with commas between them; other rows
-            are not taken.
-        rounds: requests of each client, where the row does not say how many there were.
-        spread: share by which lengths vary, as of the workload `bench`, likewise.
-        plugins: where names are looked up; None: what is installed.
-        progress: is given the number of rows that have been simulated; None: nothing is.
-        options: options of `RunConfig` for rows that do not have them.
-
-    Raises:
-        InputError: the file cannot be read, or none of its rows can be simulated.
-        PluginError: a plugin that cannot work here, or a package that is not installed.
+    Arguments and errors are those of `kvcore.validate`.
     """
     check_whole(rounds, 1)
     check_names(options, option_names())

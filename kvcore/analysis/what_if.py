@@ -369,7 +369,7 @@ def _parts(
     """Return the parts of the run again: those of a cluster where it was or is to be one."""
     given = [name for name, value in routing.items() if value is not None]
     if header.replicas or routing["replicas"] is not None:
-        from kvcore.config.recorded_cluster import RecordedCluster  # noqa: PLC0415 - of several
+        from kvcore.config.cluster import RecordedCluster  # noqa: PLC0415 - of several
 
         kind: type[RecordedParts] = RecordedCluster
     elif given:

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
 from kvcore.analysis.sweep import Journal, executor_named
-from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
     batching_options,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from kvcore.report.tables import share
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
 from kvcore.units import parse_seconds
+
+if TYPE_CHECKING:
+    from kvcore.kv_events import RecordingReport
 
 REPLICA = [
     *("replica", "routed", "finished", "rejected", "failures", "hit ratio by block"),
@@ -134,18 +137,53 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
 def _show_recording(file: Path, *, as_json: bool) -> None:
     """Check a recording of KV events, and print what it holds."""
     from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
-    from kvcore.report.kv_events import rows  # noqa: PLC0415 - as above
 
     with reading("checking", file) as tick:
         report = check_recording(file, tick=tick)
     if as_json:
         emit_json(report.as_dict())
     else:
-        table = ["recording", report.file], rows(report), [report.file]
+        table = ["recording", report.file], _recording_rows(report), [report.file]
         print_sections(table, report.tells)
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
+
+
+def _recording_rows(report: RecordingReport) -> list[tuple[str, str]]:
+    """Return the rows of the table: counts, then anomalies."""
+    return [*_counts(report), *_faults(report)]
+
+
+def _counts(report: RecordingReport) -> Iterator[tuple[str, str]]:
+    yield "format", report.format
+    if report.engine is not None:
+        yield "engine", report.engine
+    yield "batches", f"{report.batches:,}"
+    for event, count in report.events.items():
+        yield f"  {event}", f"{count:,}"
+    for what, count in report.blocks.items():
+        if count or what in ("stored", "removed"):
+            yield f"blocks {what.replace('_', ' ')}", f"{count:,}"
+    for medium, count in report.resident.items():
+        yield f"resident on {medium}", f"{count:,}"
+
+
+def _faults(report: RecordingReport) -> Iterator[tuple[str, str]]:
+    from kvcore.kv_events.block_tracker import KINDS  # noqa: PLC0415 - as above
+
+    for what in ("restarts", "replayed", "garbage"):
+        count = getattr(report, what)
+        if count:
+            yield what, f"{count:,}"
+    for gap in report.gaps:
+        last = gap["first"] + gap["count"] - 1
+        yield f"missing from {gap['publisher']}", f"batches {gap['first']:,} to {last:,}"
+    for kind, count in report.anomalies.items():
+        if count:
+            yield KINDS[kind], f"{count:,}"
+    for example in report.examples:
+        yield f"  {example.where}", example.what
 
 
 def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import click
 
 from kvcore.analysis.routers import compare_routers
 from kvcore.analysis.sweep import executor_named
-from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
     batching_options,

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from kvcore.cluster.autoscale import Autoscaler
-from kvcore.cluster.planner import Planner
+from kvcore.cluster.planner import Autoscaler, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError, PolicyError

@@ -21,9 +21,8 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvcore.cluster.autoscale import Autoscaler
 from kvcore.cluster.cluster import MOVED, Cluster
-from kvcore.cluster.planner import Phase, Planner
+from kvcore.cluster.planner import Autoscaler, Phase, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.result import Phases, Transfers
 from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from kvcore.cache.residency import CacheStats
-from kvcore.cluster.autoscale import Change
 from kvcore.cluster.cluster import Cluster
+from kvcore.cluster.planner import Change
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats

@@ -1,8 +1,8 @@
-"""Build a cluster from a configuration: its replicas, its router, and what that sees."""
+"""Build a cluster from a configuration or a recorded one: its replicas and its router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,11 +13,13 @@ from kvcore.cluster import Failure, PrefixView, Router, parse_view
 from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
+from kvcore.config.recorded import RecordedParts, replica_groups
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError
-from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins import Plugin, Plugins, describe
 from kvcore.trace import Trace
 from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
+from kvcore.trace.fields import plain
 from kvcore.workloads import Workload
 
 
@@ -204,3 +206,63 @@ def _life(parts: RunParts) -> Callable[[Recorder | None], dict[str, Any]]:
         return made
 
     return build
+
+
+ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
+"""Options that only a cluster has."""
+
+
+class RecordedCluster(RecordedParts, ClusterParts):
+    """The parts of a recorded cluster that is run again, some of them different.
+
+    Args: as for `RecordedParts`. Options of servers are different for all replicas; other
+    `replicas` are what the first one was, but for options of their own.
+    """
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the configuration in which the trace was recorded, as JSON has it."""
+        header = self._header
+        if "replicas" not in header:
+            return super().recorded() | {"replicas": 1, "fail": []}
+        records, routing = header["replicas"], header["routing"]
+        alike = len(records) == 1
+        return super().recorded() | {
+            "replicas": records[0]["count"] if alike else records,
+            "router": header["plugins"]["router"],
+            **{name: routing[name] for name in ROUTED[2:] if name in routing},
+        }
+
+    def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
+        """Return the configuration of the new run in the same form; these plugins ran it."""
+        planner = self.planner()
+        scaled = {} if planner is None else {"autoscale": plain(describe(planner))}
+        replicas = self.recorded()["replicas"]
+        if "replicas" in self._changed or self._split_anew:
+            replicas = self.config.replicas if self.split is None else len(self.members)
+        return super().rerun(plugins) | {
+            "replicas": plain(replicas),
+            "view": self.config.view,
+            "fail": [str(each) for each in self.failures],
+            **scaled,
+            **({} if self.split is None else {"disaggregate": str(self.split)}),
+        }
+
+    def header(self) -> dict[str, Any]:
+        """Return what the new header has besides what its replicas and its router say."""
+        return {name: self._header[name] for name in ("mode", "workload", "seed")}
+
+    @property
+    def _split_anew(self) -> bool:
+        """Whether the run has pools of split phases that the trace did not have."""
+        return self.split is not None and "disaggregate" in self._changed
+
+    def _grouped(self) -> list[tuple[int, RunParts]]:
+        recorded = replica_groups(self._header)
+        same = {name: each for name, each in self._changes.items() if name not in ROUTED}
+        groups = [(count, own, same) for count, own in recorded]
+        if "replicas" in self._changed or self._split_anew:
+            groups = [(count, recorded[0][1], same | own) for count, own in self.tables]
+        return [
+            (count, RecordedParts(self._file, header, self.workload, changes, self.plugins))
+            for count, header, changes in groups
+        ]

@@ -540,33 +540,28 @@ class PolicyHost:
         except FAILURES as error:
             self._fail(policy_error(self.eviction, "victim", error), error)
             span = self.eviction.victim(now)
-        if not self._is_victim(span):
-            self._refuse(span)
+        if (why := self._why_not(span)) is not None:
+            self._fail(wrong_answer(self.eviction, "victim()", why))
             span = self.eviction.victim(now)
         return span  # type: ignore[no-any-return]
 
-    def _is_victim(self, span: Any) -> bool:
-        """Return True if `span` is an unpinned leaf of this host."""
-        return (
-            span.__class__ is _BlockSpan
-            and span.geometry is self._geometry
-            and span.parent is not None
-            and not span.ref_count
-            and not span.children
-        )
-
-    def _refuse(self, span: object) -> None:
-        """Fail the policy, whose victim `span` is none."""
+    def _why_not(self, span: object) -> str | None:
+        """Return why `span` is no victim; None if it is an unpinned leaf of this host."""
         if not isinstance(span, Span):
-            why = f"{span!r}, which is no span"
-        elif span.geometry is not self._geometry or span.parent is None:
-            why = f"{span!r}, which is not cached here"
+            why = "is no span"
+        elif (
+            not isinstance(span, _BlockSpan)
+            or span.geometry is not self._geometry
+            or span.parent is None
+        ):
+            why = "is not cached here"
         elif span.ref_count:
-            why = f"{span!r}, which is pinned"
+            why = "is pinned"
+        elif span.children:
+            why = "has children: only leaves can go"
         else:
-            why = f"{span!r}, which has children: only leaves can go"
-        why += f"; {self.evictable} blocks are evictable"
-        self._fail(wrong_answer(self.eviction, "victim()", why))
+            return None
+        return f"{span!r}, which {why}; {self.evictable} blocks are evictable"
 
     def _evict(  # noqa: C901 - one eviction, told from top to bottom
         self, evicted: list[Block], count: int, now: int
@@ -617,7 +612,7 @@ class PolicyHost:
         else:
             self.evictable -= len(evicted) - before
             if len(evicted) < count:
-                self._refuse(span)
+                self._fail(wrong_answer(self.eviction, "victim()", str(self._why_not(span))))
 
     def _remove(self, span: _BlockSpan, reason: str) -> Block:
         """Remove an unpinned leaf; return its block.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from io import BytesIO
 from random import Random
 from typing import Any, ClassVar
@@ -11,13 +12,13 @@ import attrs
 import orjson
 import pytest
 
-from kvcore.cache import KVCache, Sequence
+from kvcore.cache import KVCache
+from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.request import Request
+from kvcore.request import Key, Request
 from kvcore.testing.harness import Traffic, random_requests
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
-from kvcore.testing.tier_store import TierStoreTests
-from kvcore.tiers import Level, Load, Tier, Tiers
+from kvcore.tiers import Level, Load, StoredBlock, Tier, Tiers, TierStore
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S
 
@@ -32,6 +33,334 @@ _RULES = [
     for keep in ("inclusive", "exclusive")
     for load in ("cost", "always", "never")
 ]
+
+
+_SLOTS = 9
+_BYTES = 1000
+_IDENTITY = b"a model"
+
+Piece = tuple[bytes, Callable[[bytes], object]]
+"""Bytes that are kept of a block, and what writes others, perhaps fewer, in their place."""
+
+
+class TierStoreTests:
+    """The tests of the bytes that a tier keeps; those of simulations alone keep none.
+
+    Blocks go into slots in any order; whatever is asked for, what is returned as right is what
+    was written for the same keys, or nothing. If a store outlives its run (`survives`), a
+    later one finds its blocks again, and no other model's. `pieces` says where its bytes are,
+    so that these tests can damage them.
+    """
+
+    survives: ClassVar[bool] = False
+    """Whether `recover` finds what was there when the store was closed."""
+
+    def make(self, **options: Any) -> Tier:
+        """Return a new tier; those of a test are to share what outlives a run."""
+        raise NotImplementedError
+
+    def pieces(self, block: StoredBlock) -> Iterable[Piece]:
+        """Yield all that is kept of `block`. Called while a store is open; none by default."""
+        del block
+        return ()
+
+    def open(self, slots: int = _SLOTS, size: int = _BYTES, identity: bytes = _IDENTITY) -> Any:
+        """Return a store of a new tier, which closes at the end of a `with`."""
+        tier = self.make(memory=slots * size)
+        if type(tier).open is Tier.open:
+            pytest.skip("it keeps no bytes: it is for simulations alone")
+        return closing(tier.open(slots, size, identity))
+
+    def test_reads_what_it_wrote(self) -> None:
+        """Blocks in slots of any order are read as they were written, in another order."""
+        blocks = _path(5, slots=[3, 4, 8, 1, 0])
+        with self.open() as store:
+            _write(store, blocks)
+            assert _read(store, blocks) == _data(blocks)
+            assert _read(store, blocks[::-1]) == _data(blocks[::-1])
+            assert _read(store, blocks[1:2]) == _data(blocks[1:2])
+
+    def test_takes_a_matrix(self) -> None:
+        """Data may come as a matrix with a row a block, and be read into one."""
+        blocks = _path(4)
+        with self.open() as store:
+            rows = memoryview(_data(blocks)).cast("B", (4, _BYTES))
+            store.write(blocks, rows)
+            into = memoryview(bytearray(4 * _BYTES)).cast("B", (4, _BYTES))
+            assert store.read(blocks, into) == 4  # noqa: PLR2004 - all of them
+            assert into.tobytes() == _data(blocks)
+
+    def test_memory_is_that_of_the_slots(self) -> None:
+        """If a store offers its memory, rows there are slots, and can be written."""
+        blocks = _path(4)
+        with self.open() as store:
+            memory = store.memory
+            if memory is None:
+                pytest.skip("its slots are not in memory that a run can use")
+            assert memory.shape == (_SLOTS, _BYTES)
+            assert not memory.readonly
+            _write(store, blocks)
+            rows = [memory[block.slot : block.slot + 1].tobytes() for block in blocks]
+            assert b"".join(rows) == _data(blocks)
+            memory[blocks[1].slot : blocks[1].slot + 1].cast("B")[:] = rows[0]
+            assert _read(store, blocks) == b"".join([rows[0], rows[0], *rows[2:]])
+
+    def test_nothing_is_nothing(self) -> None:
+        """Calls with no blocks do nothing; slots never written hold none."""
+        empty = memoryview(bytearray())
+        with self.open() as store:
+            store.write([], empty)
+            store.drop([])
+            assert (store.read([], empty), store.present([])) == (0, 0)
+            assert _read(store, _path(2)) == b""
+
+    @pytest.mark.parametrize("what", ["chain", "position"])
+    def test_other_blocks_are_not_there(self, what: str) -> None:
+        """A slot is read for the block that it was written for, and for no other."""
+        blocks = _path(3)
+        others: dict[str, Any] = {"chain": b"x" * 16, "position": 7}
+        asked = [blocks[0], attrs.evolve(blocks[1], **{what: others[what]}), blocks[2]]
+        with self.open() as store:
+            _write(store, blocks)
+            assert _read(store, asked) == _data(blocks[:1])
+            moved = [attrs.evolve(block, slot=block.slot + 1) for block in blocks[:2]]
+            assert _read(store, moved) == b""
+
+    def test_a_slot_holds_what_was_written_last(self) -> None:
+        """A slot that is written again holds the new block, and the old one no more."""
+        old, new = _path(3), _path(3, text=1)
+        with self.open() as store:
+            _write(store, old)
+            _write(store, new[1:])
+            assert _read(store, new[1:]) == _data(new[1:])
+            assert _read(store, old) == _data(old[:1])
+
+    def test_dropped_blocks_are_gone(self) -> None:
+        """Blocks whose slots were dropped are neither read nor there; the others are."""
+        blocks = _path(4)
+        with self.open() as store:
+            _write(store, blocks)
+            store.drop([2, 3, 7])
+            store.drop([2])
+            assert _read(store, blocks) == _data(blocks[:2])
+            assert _read(store, blocks[3:]) == b""
+            _write(store, blocks[2:])
+            assert _read(store, blocks) == _data(blocks)
+
+    def test_present_is_what_can_be_read(self) -> None:
+        """`present` never says that fewer blocks are there than can be read."""
+        blocks = _path(4)
+        with self.open() as store:
+            _write(store, blocks)
+            assert store.present(blocks) == len(blocks)
+            store.drop([0])
+            assert store.present(blocks[1:]) == len(blocks) - 1
+
+    def test_closes_twice(self) -> None:
+        """A store that is closed can be closed again."""
+        with self.open() as store:
+            store.close()
+
+    def test_the_next_run_finds_its_blocks(self) -> None:
+        """A new store has what was kept, in slots of its own; one that does not last nothing.
+
+        Dropped blocks and those that were written over are not among them.
+        """
+        old, new = _path(6, slots=[0, 1, 2, 3, 4, 5]), _path(2, text=1, slots=[1, 7])
+        with self.open() as store:
+            _write(store, old)
+            _write(store, new)
+            store.drop([3])
+        kept = [old[0], old[2], old[4], old[5], *new]
+        with self.open() as store:
+            found = list(store.recover())
+            if not self.survives:
+                assert not found
+                return
+            _check_same(found, kept)
+            for block in found:
+                assert _read(store, [block]) == _data([block])
+            store.drop([block.slot for block in found[:3]])
+        with self.open() as store:
+            _check_same(list(store.recover()), found[3:])
+
+    def test_keys_come_back_as_they_were(self) -> None:
+        """Integers, bytes and text are recovered as keys of their type, if at all."""
+        keys: list[Key] = [
+            0,
+            -5,
+            1 << 80,
+            b"",
+            b"\0\xff" * 16,
+            "",
+            "é\n",
+            "k" * 99,
+            1,
+            "1",
+            b"1",
+        ]
+        blocks = [
+            attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)
+        ]
+        with self.open(len(keys)) as store:
+            _write(store, blocks)
+            assert _read(store, blocks) == _data(blocks)
+        with self.open(len(keys)) as store:
+            found = list(store.recover())
+            if self.survives:
+                _check_same(found, blocks)
+
+    def test_any_key_serves_its_run(self) -> None:
+        """A block whose key cannot be kept is read in this run; a later one may not find it."""
+        keys: list[Key] = ["k" * 5000, (1, "two"), None, 10**3000]
+        blocks = [
+            attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)
+        ]
+        with self.open() as store:
+            _write(store, blocks)
+            assert _read(store, blocks) == _data(blocks)
+        with self.open() as store:
+            assert {block.key for block in store.recover()} <= set(keys)
+
+    @pytest.mark.parametrize(
+        "other", [{"identity": b"another model"}, {"size": _BYTES - 8}], ids=str
+    )
+    def test_of_another_model_nothing_is_used(self, other: dict[str, Any]) -> None:
+        """A store for another model or layout finds nothing, and leaves what is there."""
+        blocks = _path(3)
+        with self.open() as store:
+            _write(store, blocks)
+        with self.open(**other) as store:
+            assert not list(store.recover())
+            into = memoryview(bytearray(3 * other.get("size", _BYTES)))
+            assert store.read(blocks, into) == 0
+            store.drop([0, 1, 2])
+        with self.open() as store:
+            found = list(store.recover())
+            if self.survives:
+                _check_same(found, blocks)
+                assert _read(store, found[:1]) == _data(found[:1])
+
+    @pytest.mark.parametrize("closed", [False, True], ids=["open", "reopened"])
+    def test_flipped_bits_are_found(self, *, closed: bool) -> None:
+        """Whichever bit of what is kept is flipped, no other K/V are read for it.
+
+        Bits at both ends of each piece, and every 97th, while the store is open, and before it
+        is opened again.
+        """
+        block = _path(1, slots=[5])[0]
+        with self.open() as store:
+            _write(store, [block])
+            pieces = list(self.pieces(block))
+            if not pieces:
+                pytest.skip("it does not say where its bytes are")
+            if not closed:
+                _flip(pieces, lambda: [_read(store, [block])])
+                assert _read(store, [block]) == _data([block])
+        if closed:
+            _flip(pieces, lambda: self._recovered(block))
+
+    @pytest.mark.parametrize("kept", [0, 1, 100, _BYTES - 1])
+    def test_cut_pieces_are_found(self, kept: int) -> None:
+        """A block of which only the first bytes are left is not read."""
+        block = _path(1)[0]
+        with self.open() as store:
+            _write(store, [block])
+            for whole, put in list(self.pieces(block)):
+                put(whole[:kept])
+                assert _read(store, [block]) in {b"", _data([block])}
+                put(whole)
+
+    def _recovered(self, only: StoredBlock) -> list[bytes]:
+        """Return what a new run reads of the one block that was kept."""
+        with self.open() as store:
+            found = list(store.recover())
+            assert _texts(found) <= _texts([only]), "another block was recovered"
+            return [_read(store, [block]) for block in found]
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_random_calls(self, seed: int) -> None:
+        """Whatever is written, dropped and reopened, blocks are those written last, or none."""
+        random = Random(seed)  # noqa: S311
+        held: dict[int, StoredBlock] = {}
+        once, serial = self.open, 0
+        while serial < 60:  # noqa: PLR2004 - some seconds at most
+            with once() as store:
+                found = {block.slot: block for block in store.recover()}
+                _check_same(list(found.values()), list(held.values()) if self.survives else [])
+                held = found
+                for _ in range(random.randrange(12)):
+                    slots = random.sample(range(_SLOTS), random.randint(1, 4))
+                    if random.random() < 0.3:  # noqa: PLR2004
+                        store.drop(slots)
+                        for slot in slots:
+                            held.pop(slot, None)
+                    blocks = [
+                        attrs.evolve(_path(1, text=serial + n)[0], slot=slot)
+                        for n, slot in enumerate(slots)
+                    ]
+                    serial += len(blocks)
+                    _write(store, blocks)
+                    held.update(zip(slots, blocks, strict=True))
+                    asked = random.sample(sorted(held), len(held))
+                    assert _read(store, [held[slot] for slot in asked]) == _data(
+                        [held[slot] for slot in asked]
+                    )
+                serial += 1
+
+
+def _path(
+    blocks: int, *, text: int = 0, slots: Sequence[int] | None = None
+) -> list[StoredBlock]:
+    """Return the first blocks of a prompt, in slots from 0 on if none are given."""
+    chains = [b"", *(b"%8d%8d" % (text, at) for at in range(blocks))]
+    return [
+        StoredBlock(slots[at] if slots else at, at, f"{text}-{at}", chains[at + 1], chains[at])
+        for at in range(blocks)
+    ]
+
+
+def _with_keys(keys: Sequence[Key]) -> list[StoredBlock]:
+    """Return a first block of a prompt for each key."""
+    return [attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)]
+
+
+def _data(blocks: Sequence[StoredBlock]) -> bytes:
+    """Return the bytes that belong to the text of `blocks`."""
+    return b"".join(Random(block.chain).randbytes(_BYTES) for block in blocks)  # noqa: S311
+
+
+def _write(store: TierStore, blocks: Sequence[StoredBlock]) -> None:
+    store.write(blocks, memoryview(_data(blocks)))
+
+
+def _read(store: TierStore, blocks: Sequence[StoredBlock]) -> bytes:
+    """Return the bytes of the first blocks that are right."""
+    into = memoryview(bytearray(len(blocks) * _BYTES))
+    return bytes(into[: store.read(blocks, into) * _BYTES])
+
+
+def _check_same(found: list[StoredBlock], kept: list[StoredBlock]) -> None:
+    """Check that each block is kept once, whole; a store may number slots anew."""
+    assert len({block.slot for block in found}) == len(found)
+    assert _texts(found) == _texts(kept)
+
+
+def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:
+    return {(b.position, type(b.key), b.key, b.chain, b.parent) for b in blocks}
+
+
+def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
+    """Flip bits of each piece, one after another; check what is read meanwhile."""
+    for whole, put in pieces:
+        last = 8 * len(whole) - 1
+        for bit in {*range(0, last, 97), *range(8), last}:
+            wrong = bytearray(whole)
+            wrong[bit // 8] ^= 1 << bit % 8
+            put(bytes(wrong))
+            right = {b"", _data(_path(1, slots=[5]))}
+            assert set(read()) <= right, f"bit {bit} of {len(whole)} bytes was not noticed"
+            put(whole)
 
 
 class TierTests(TierStoreTests):
@@ -167,7 +496,7 @@ class _Traffic:
         self.cache = KVCache(12, _BLOCK, accounting="tokens")
         self.tiers = Tiers(self.cache, [tier], _SLOT)
         self.now = 0
-        self.opened: list[tuple[Sequence, Load | None]] = []
+        self.opened: list[tuple[CacheSequence, Load | None]] = []
 
     @property
     def level(self) -> Level:

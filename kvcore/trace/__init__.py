@@ -1,6 +1,6 @@
 """The trace: every decision as a line of JSON, read back and checked."""
 
-from kvcore.trace.check import Report, TraceChecker, check_trace, replay
+from kvcore.trace.check import Report, check_trace, replay
 from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs, read_request
 from kvcore.trace.reader import (
     ServerReader,
@@ -9,6 +9,7 @@ from kvcore.trace.reader import (
     json_schema,
     read_events,
 )
+from kvcore.trace.server_check import TraceChecker
 from kvcore.trace.state import CacheState, rebuild_residency
 from kvcore.trace.writer import Trace
 

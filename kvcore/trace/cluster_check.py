@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.trace.check import TraceChecker, expires
 from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.replicas import CHANGES, Replicas
+from kvcore.trace.server_check import TraceChecker, expires
 from kvcore.trace.state import Hits, violated
 from kvcore.units import parse_seconds
 

@@ -10,8 +10,8 @@ from helpers.evictions import Told, differing
 from kvcore.analysis import explain
 from kvcore.cli import main as frame
 from kvcore.pages import view_page
-from kvcore.pages.differences import find_differences
 from kvcore.pages.playback import Playback
+from kvcore.pages.view import find_differences
 from kvcore.units import NS_PER_S
 
 SERVED = (

@@ -9,7 +9,7 @@ import pytest
 
 from kvcore import InputError, compare, plan
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
-from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.report import ComparisonReport
 from kvcore.report.charts import (
     Chart,

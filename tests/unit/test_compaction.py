@@ -23,7 +23,7 @@ from helpers.serving import serve as serve_all
 from kvcore import InputError, OutOfBlocks, PolicyError, Request
 from kvcore.testing.harness import snapshot
 from kvcore.trace import read_events
-from kvcore.trace.check import TraceChecker
+from kvcore.trace.server_check import TraceChecker
 from kvcore_plugins.retention import Window
 
 

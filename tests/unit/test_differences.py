@@ -6,8 +6,8 @@ from helpers.evictions import Told, differing
 
 from kvcore import KVCache, Trace
 from kvcore.cli import main as frame
-from kvcore.pages.differences import find_differences
 from kvcore.pages.playback import Playback
+from kvcore.pages.view import find_differences
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 

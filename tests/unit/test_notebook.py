@@ -16,7 +16,7 @@ from kvcore.analysis import curve, explain, whatif
 from kvcore.analysis.quality import Quality, QualityRow
 from kvcore.analysis.routers import compare_routers
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
-from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.notebook import data_frame
 from kvcore.report.notebook import ROWS, html
 

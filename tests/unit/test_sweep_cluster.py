@@ -6,7 +6,7 @@ import pytest
 
 import kvcore
 from kvcore.analysis.sweep import Grid, Journal, Plan, Processes, sweep
-from kvcore.analysis.sweep.executors import ThisProcess
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig
 from kvcore.report.sweep import SweepReport

@@ -13,7 +13,8 @@ from kvcore import InputError, TraceError
 from kvcore.analysis.timeline import Timeline
 from kvcore.kv_events import event_batches
 from kvcore.trace import ServerReader, check_trace, read_events, rebuild_residency
-from kvcore.trace.check import TraceChecker, check_event
+from kvcore.trace.check import check_event
+from kvcore.trace.server_check import TraceChecker
 
 SCALED = "load:interval=0.2,start_up=0.1,cool_down=0,start=2"
 

@@ -5,7 +5,7 @@ from helpers.traces import BLOCK, ask, compact, lines, seal
 
 from kvcore import KVCache, Trace, TraceError
 from kvcore.trace import check_trace, read_events
-from kvcore.trace.check import TraceChecker
+from kvcore.trace.server_check import TraceChecker
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.retention import Window

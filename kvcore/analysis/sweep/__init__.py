@@ -1,9 +1,17 @@
 """Sweeps: a grid of runs over many processes, which can be killed and goes on."""
 
-from kvcore.analysis.sweep.executors import Processes, RayCluster, executor_named
 from kvcore.analysis.sweep.grid import AXES, MODES, Grid, Mode, axes_of
 from kvcore.analysis.sweep.journal import Journal
-from kvcore.analysis.sweep.plan import Executor, Plan, Row, Sweep, sweep
+from kvcore.analysis.sweep.plan import (
+    Executor,
+    Plan,
+    Processes,
+    RayCluster,
+    Row,
+    Sweep,
+    executor_named,
+    sweep,
+)
 from kvcore.analysis.sweep.runner import CellRunner, Outcome, Task
 
 __all__ = [
