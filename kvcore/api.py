@@ -55,7 +55,7 @@ COMPUTING = (
 
 
 class PoolOptions(TypedDict, total=False):
-    """Options of the cache that is built, and of what is served on what; see `RunConfig`."""
+    """Options of the cache, and of the model and the devices; see `RunConfig`."""
 
     model: str | ModelSpec | None
     device: str | DeviceSpec
@@ -572,7 +572,7 @@ def _opened(workload: Source, plugins: Plugins | None) -> Iterable[Request]:
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the caps of `batching` among them, and without what is None."""
+    """Return options with the fields of `batching` among them, without those that are None."""
     flat = {
         name: value
         for name, value in options.items()

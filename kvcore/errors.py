@@ -30,7 +30,7 @@ class PolicyError(PluginError):
 
 
 class OutOfBlocks(KvcoreError):
-    """The pool cannot hold what was asked, even after evicting all that may go.
+    """The pool cannot hold the request, even after evicting all evictable blocks.
 
     Nothing has changed when this is raised.
     """
@@ -39,7 +39,7 @@ class OutOfBlocks(KvcoreError):
 
 
 class StorageError(KvcoreError):
-    """The disk refused what was written: it is full, or gone."""
+    """The disk refused a write: it is full, or gone."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Packages that kvcore can do without, imported where they are first needed."""
+"""Import of optional packages, at their first use."""
 
 from __future__ import annotations
 

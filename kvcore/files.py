@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and their compression."""
+"""Atomic files, which are whole or absent, and their compression."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DamageError(Exception):
 
 
 class Compressor:
-    """A streaming compressor that can flush what it holds without ending the stream.
+    """A streaming compressor that can flush its buffer without ending the stream.
 
     Args:
         encoder: the library's compressor.
@@ -71,7 +71,7 @@ class Compressor:
         return ready
 
     def sync(self) -> bytes:
-        """Return what is missing to decompress all data so far. Costs some bytes."""
+        """Return the bytes needed to decompress all data so far. Costs some bytes."""
         rest: bytes = self._encoder.flush(self._sync_mode)
         return rest
 
@@ -116,7 +116,7 @@ def input_path(name: str | os.PathLike[str]) -> Path:
 
 
 class _CopiedPath(type(Path())):  # type: ignore[misc]
-    """The path of a temporary copy, which prints as what it is a copy of."""
+    """The path of a temporary copy, printed as that of the original."""
 
     def __str__(self) -> str:
         """Return the name of the source, equal in equal runs."""

@@ -1,4 +1,4 @@
-"""What this process may use of its host: CPUs and memory, less what its cgroups withhold."""
+"""CPUs and memory that this process may use, within the limits of its cgroups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results in a notebook: shown as a table and a plot, and as data frames."""
+"""Results in a notebook: a table and a plot, and data frames."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ class Request:
         return self.publish or bool(self.output_keys)
 
     def __attrs_post_init__(self) -> None:
-        """Check what is counted by."""
+        """Check the lengths and times."""
         if (
             type(self.prompt_tokens) is not int
             or type(self.output_tokens) is not int

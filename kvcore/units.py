@@ -1,4 +1,4 @@
-"""Sizes and times as people write them, read exactly, and written for people to read."""
+"""Sizes and times as text: parsed exactly, and formatted for people."""
 
 from __future__ import annotations
 

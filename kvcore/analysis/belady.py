@@ -232,7 +232,7 @@ class Belady:
 
 
 class Foresight(ScoreEviction):
-    """Evict what is requested again last, in the order of the workload: Belady's rule, served.
+    """Belady's rule as an eviction policy: evict the block whose next use is furthest away.
 
     The blocks of a leaf go from its end while their next request is as far away. Under a
     clock, where requests overlap and running ones take room, the rule is no proven bound.

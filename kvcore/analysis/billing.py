@@ -140,7 +140,7 @@ def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
 def _charge(
     price: PriceModel, prompt: int, read: int, stored: int, ttl_ns: int, output: int
 ) -> Charge:
-    """Return the charge of a prompt whose tokens from `read` to `stored` are written."""
+    """Return the charge of a prompt whose tokens `[read, stored)` are written to the cache."""
     written = max(stored - read, 0) if price.write is not None else 0
     long = written if ttl_ns >= _HOUR_NS else 0
     return Charge(prompt - read - written, read, written - long, long, output)
@@ -213,7 +213,7 @@ class PromptCache:
         return Charge(uncached, read, rest.written, first.written_1h, output)
 
     def _lives(self, key: Key, now: int) -> bool:
-        """Return True if there is an entry of `key` whose TTL has not lapsed."""
+        """Return True if there is an entry of `key` within its TTL."""
         entry = self._entries.get(key)
         return entry is not None and (entry[0] > now or not self._lapses)
 

@@ -1,4 +1,4 @@
-"""What would hold where a workload is too much: searched by simulating it again."""
+"""Search for the load or the memory that an overloaded server could sustain, by simulation."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class _Search:
         return low or None
 
     def blocks(self) -> int | None:
-        """Return the size of a pool that holds, if its size was given."""
+        """Return a pool size that can serve the workload, if the size was given."""
         if not self.parts.sized:
             return None
         sizes = [self.parts.blocks << doubling for doubling in range(1, DOUBLINGS + 1)]

@@ -1,4 +1,4 @@
-"""Miss classification on a cluster: that of each replica, and what another one had."""
+"""Miss classification on a cluster: by replica, and whether another replica held the prefix."""
 
 from __future__ import annotations
 

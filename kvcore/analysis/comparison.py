@@ -296,7 +296,7 @@ class Bench:
         recompute: PrefillCost | None,
         make_prefix: Callable[[], PrefixIndex] | None = None,
     ) -> Bench:
-        """Fill in what is None as `compare` says.
+        """Return a bench, with the defaults of `compare` for arguments that are None.
 
         Raises:
             InputError: no workload, or an accounting or block size unfit for its keys.

@@ -1,4 +1,4 @@
-"""Simulate a workload on a fleet: replicas of a model, among which its sessions are divided."""
+"""Simulation of a fleet: replicas of a model that divide the sessions of a workload."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Served:
 
 @attrs.frozen
 class Traffic:
-    """The requests of a workload, and by what they are kept together.
+    """The requests of a workload, and the key by which each is kept on one replica.
 
     Attributes:
         requests: all of them. Equal keys are one object, as requests of a session have
@@ -307,7 +307,7 @@ class _JudgedLoop(ServingLoop):
         """Record nothing of the pool: its use is not reported."""
 
     def _pass(self, *step: Any) -> int:
-        """Move the clock over steps that have run; now and then, count what was missed."""
+        """Advance the clock over executed steps; now and then, count missed SLOs."""
         verdicts = self.log.verdict
         if len(verdicts) > self._looked + LOOK:
             self._looked = len(verdicts)

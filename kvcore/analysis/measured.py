@@ -1,4 +1,4 @@
-"""Rows of measured servers: what served what under which load, and how fast it was."""
+"""Rows of measured servers: the deployment, the load, and the latencies."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Measured:
 
 
 def read_measured(path: str | Path) -> Iterator[Taken]:
-    """Yield the rows of a file of measurements; of those that are no such row, why.
+    """Yield the rows of a file of measurements; for a row that cannot be read, the reason.
 
     A CSV file with a header, or JSON Lines: columns are those of `MEASURES`, `LOAD` and
     `LABELS`, and options of `RunConfig`; a cell that is empty is not given. Or the silicon
@@ -161,7 +161,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _own(line: int, fields: Mapping[str, Any]) -> Measured:
-    """Read a row whose columns have the names of kvcore."""
+    """Read a row with kvcore's column names."""
     for name in NEEDED:
         if name not in fields:
             msg = f"a row needs a value of {name}"

@@ -158,7 +158,7 @@ class DivergencePoint:
     shares: float = 0.0
 
     def count(self, prompt: int, tokens: int) -> None:
-        """Count one more request: its `tokens`, and those of them after this point."""
+        """Count a request: its `tokens`, and how many of them follow this point."""
         self.requests += 1
         self.tokens += tokens
         self.shares += self.first / prompt

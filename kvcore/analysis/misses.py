@@ -178,7 +178,7 @@ class MissClassifier:
         self.after(event, victim)
 
     def before(self, event: events.Event) -> tuple[TracedSpan, int] | None:
-        """Return the span from whose tail `event` evicts, and where that ends.
+        """Return the span that `event` evicts from, and its end before the eviction.
 
         Called before it is applied to the state. A span that is not there is None: that the
         line is wrong is told when it is applied.
@@ -395,7 +395,7 @@ class MissClassifier:
         reasons.losses = losses
 
     def _drop(self, event: events.Discard) -> None:
-        """Record which blocks left a tier; for whom, the OFFLOAD that follows tells."""
+        """Record the blocks that left a tier; the OFFLOAD that follows names the request."""
         if event.reason == "capacity":
             self._short.setdefault(event.tier, []).append(event)
         elif event.reason not in ("moved", "parked"):
@@ -575,7 +575,7 @@ class LastEventIndex(Generic[Note]):
             yield parts[0][0], parts[-1][1], note
 
     def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
-        """Set the event of some blocks of one key; those of its other blocks stay."""
+        """Set the last event of some blocks of a key; keep that of its other blocks."""
         base, ratio = index * self._ratio, self._ratio
         start, stop = max(first - base, 0), min(end - base, ratio)
         before = self._of.get(key)

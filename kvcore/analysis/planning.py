@@ -1,4 +1,4 @@
-"""Plans: the least fleet whose simulation meets an SLO, and what limits a smaller one.
+"""Plans: the smallest fleet that meets an SLO in simulation, and what limits a smaller one.
 
 A fleet is a number of replicas of the model, each on so many GPUs. There is no router here:
 sessions are divided among the replicas by a hash, and each replica is simulated for itself.
@@ -211,7 +211,7 @@ Search: TypeAlias = Generator[list[Fleet], None, T]
 
 @attrs.define
 class _Planner:
-    """Searches over fleets, several at a time, and what is known of each.
+    """Searches over fleets, several at a time, with the results of finished simulations.
 
     Attributes:
         cells: by GPUs of a replica, what is simulated.
@@ -244,7 +244,7 @@ class _Planner:
         return Fraction(str(self.percentile)) / 100
 
     def add(self, cells: Iterable[RunConfig], counts: list[int] | None) -> None:
-        """Add what is to be simulated, by GPUs of a replica.
+        """Queue fleets to simulate, by GPUs per replica.
 
         Raises:
             InputError: none of it can be: what is wrong with the last one.
@@ -423,7 +423,7 @@ class _Planner:
             low = lower[-1]
 
     def _policies(self, given: Iterable[tuple[str, str]] | None) -> list[tuple[str, str]]:
-        """Return the policies that the verdict tries: all but those that are asked for."""
+        """Return the policies that the verdict tries: all but those of the search itself."""
         config = next(iter(self.cells.values()))
         plugins = self.known.plugins
         if given is None:
@@ -470,7 +470,7 @@ class _Planner:
         )
 
     def _nearest_miss(self, options: list[Option]) -> Fleet | None:
-        """Return the fleet whose limit is asked for: one that misses the SLO by the least.
+        """Return the fleet to explain: the one that misses the SLO by the least.
 
         Of those with fewer GPUs than the best plan and all the memory there is, or without a
         plan of all of them; else the best plan with the most memory that was too little.
@@ -533,7 +533,7 @@ class _Planner:
         return fleet in self.served or fleet in self.failed
 
     def _ask(self, fleet: Fleet, queue: deque[FleetTask], running: dict[str, Fleet]) -> None:
-        """Queue the simulation of a fleet, unless what comes of it is known."""
+        """Queue the simulation of a fleet, unless its result is known."""
         if self._done(fleet):
             return
         try:
@@ -561,7 +561,7 @@ class _Planner:
         self._ticked()
 
     def _fail(self, fleet: Fleet, why: str) -> None:
-        """Record a policy that cannot serve; whatever else fails ends the search."""
+        """Record a policy that cannot serve; raise PluginError for any other fleet."""
         if fleet.policy is None:
             msg = f"{fleet.replicas} x {fleet.devices} GPUs could not be simulated: {why}"
             raise PluginError(msg)
@@ -569,7 +569,7 @@ class _Planner:
         self._ticked()
 
     def _ticked(self) -> None:
-        """Report a simulation; at the end, those that were not needed."""
+        """Report a finished simulation; at the end, also those that were not needed."""
         self.tick(min(1, self.left))
         self.left = max(0, self.left - 1)
 
@@ -581,7 +581,7 @@ def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
 
 
 def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
-    """Return the fleets but for those with host RAM that spare no replica."""
+    """Return the fleets without those whose host RAM saves no replica."""
     bare = {each.devices: each.replicas for each in fleets if not each.host_bytes}
     return [
         each

@@ -1,4 +1,4 @@
-"""Why an API did not read prompt tokens from its cache: TTL, edits, evictions, its rule."""
+"""Why an API did not read prompt tokens from its cache: TTL, edits, evictions, its rules."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PromptReads:
 
     @property
     def read(self) -> int:
-        """Tokens that were read: as reported, else as expected."""
+        """Tokens read from the cache: as reported, otherwise as expected."""
         return self.expected if self.reported is None else self.reported
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class PromptExplanation:
     prompts: list[PromptReads]
 
     def of(self, request: str) -> PromptReads:
-        """Return what was read of the request of this id.
+        """Return the cache reads of the request with this id.
 
         Raises:
             InputError: there is none.
@@ -204,7 +204,7 @@ class _Classifier:
         self._originals = _Originals()
 
     def explain(self, request: Request) -> PromptReads:
-        """Return what is read of the next request, and why no more."""
+        """Return the cache reads of the next request, and why there were not more."""
         price, now = self._price, request.arrival
         size = PromptSize.of(request)
         expected = self._cache.charge(request, now).read
@@ -233,7 +233,7 @@ class _Classifier:
         )
 
     def _trusted(self, read: int, expected: int) -> int:
-        """Return what the rule reads; what was read, where the two differ by little.
+        """Return the reads expected by the rule, or the reported ones if nearly equal.
 
         Positions in a logged prompt are estimates where its tokens are: a tenth, or a step, is
         no difference.
@@ -241,7 +241,7 @@ class _Classifier:
         return expected if expected - read > max(self._price.step, expected // 10) else read
 
     def _ttl(self, request: Request) -> int:
-        """Return the longest TTL (ns) that a prompt asks for, else that of the prices."""
+        """Return the longest TTL (ns) that a prompt requests; by default that of the prices."""
         parts = request.parts if isinstance(request, LoggedRequest) else ()
         return max((part.ttl_ns or 0 for part in parts), default=0) or self._price.ttl_ns
 

@@ -1,4 +1,4 @@
-"""What is lost where K/V is bounded or shrunk: attention, next tokens, needles, by bytes."""
+"""Loss of quality of bounded or quantised K/V: attention, next tokens, needles, by bytes."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def _specs(text: str) -> list[Spec]:
 
 
 def _order(row: QualityRow) -> tuple[float, float]:
-    """Return the key that sorts rows: bytes first, those of one budget together."""
+    """Return the sort key of a row: by bytes, rows of one budget together."""
     return -(row.share if row.budget is None else row.budget), row.kl
 
 

@@ -182,7 +182,7 @@ def _compare(
 
 
 def _values(result: Result) -> dict[str, float]:
-    """Return what was simulated, in the units of `MEASURES`.
+    """Return the simulated values, in the units of `MEASURES`.
 
     Raises:
         InputError: a request was rejected.

@@ -366,7 +366,7 @@ def _parts(
     routing: dict[str, Any],
     plugins: Plugins | None,
 ) -> RecordedParts:
-    """Return the parts of the run again: those of a cluster where it was or is to be one."""
+    """Return the parts of the second run: of a cluster, or of one server."""
     given = [name for name, value in routing.items() if value is not None]
     if header.replicas or routing["replicas"] is not None:
         from kvcore.config.cluster import RecordedCluster  # noqa: PLC0415 - of several
@@ -405,7 +405,7 @@ def _rerun_of(
 
 
 class _ClusterRerun:
-    """Runs the requests of a cluster's trace again, or those of a server on several."""
+    """Runs the requests of a cluster's trace again, or those of one server on several."""
 
     def __init__(
         self, parts: RecordedParts, trace: Trace | None, workload: TraceWorkload

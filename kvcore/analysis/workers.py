@@ -34,7 +34,7 @@ Work: TypeAlias = Callable[[], Callable[[TaskT], OutcomeT]]
 
 @attrs.frozen
 class WorkerDied:
-    """The outcome of a task whose workers died; as text, why that may be.
+    """The outcome of a task whose workers died; its text names likely causes.
 
     Attributes:
         ended: how the last worker ended: a signal or an exit code.
@@ -152,7 +152,7 @@ def _called(task: tuple[int, bytes]) -> Any:
 
 
 def queue_of(tasks: Iterable[TaskT]) -> deque[TaskT]:
-    """Return a deque as it is, so that more tasks can be added to it; all else as a deque."""
+    """Return a deque itself, so that tasks can be added to it; anything else as a deque."""
     return tasks if isinstance(tasks, deque) else deque(tasks)
 
 

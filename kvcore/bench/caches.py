@@ -1,4 +1,4 @@
-"""The suites of decisions: what the cache and the simulator do in a second."""
+"""The suites of the cache and the simulator: decisions per second."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _beside(
     found: Sequence[tuple[str, list[float], dict[str, Any]]],
     settings: Settings,
 ) -> Iterator[Row]:
-    """Yield rows; shares are those of the first one's speed."""
+    """Yield rows with their speed as a share of the first row's."""
     base = median(found[0][1])
     for number, (by, times, right) in enumerate(found):
         if settings.check:

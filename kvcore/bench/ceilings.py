@@ -1,4 +1,4 @@
-"""What memory can do: copy, read, and bring bytes over the link of a GPU. Needs torch."""
+"""Bandwidth of memory: copies, reads, and the link of a GPU. Needs torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
 
 
 def ceilings(first: dict[str, float], last: dict[str, float]) -> list[Ceiling]:
-    """Return what was measured twice."""
+    """Return the ceilings, from measurements taken before and after."""
     return [Ceiling(name, rate, last.get(name)) for name, rate in first.items()]
 
 

@@ -1,4 +1,4 @@
-"""Medians of times, of a host and of a GPU. Needs torch."""
+"""Clocks of the host and of a GPU: medians of times. Needs torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names and versions of what a benchmark runs on."""
+"""The hardware and software that a benchmark runs on."""
 
 from __future__ import annotations
 

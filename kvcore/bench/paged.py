@@ -1,4 +1,4 @@
-"""Paged K/V in a backend, as benchmarks want it: known numbers, and poison around them.
+"""Paged K/V for benchmarks: known numbers in a backend's pool, surrounded by poison.
 
 Shapes are those of a layer of Llama 3 8B. Blocks of a sequence lie in random order, and what
 belongs to no sequence is NaN, so that a result that depends on it is NaN too. Needs torch.
@@ -152,7 +152,7 @@ class Bed:
 
     @property
     def kind(self) -> str:
-        """The dtype, or the codec, of what is stored."""
+        """The dtype, or the codec, of the stored K/V."""
         codec = self.backend.layout.codec
         return self.backend.layout.dtype if codec is None else str(codec)
 
@@ -413,7 +413,7 @@ class Bed:
     def _peers(
         self, case: DecodeCase, sets: Sequence[Sequence[Sequence[int]]], queries: Tensor
     ) -> list[Version]:
-        """Return what else can attend to this: torch's function, FlashInfer."""
+        """Return other implementations that can run this case: torch's function, FlashInfer."""
         plain, gathered = "torch SDPA, contiguous", "torch SDPA, gathered"
         layout, total = self.backend.layout, sum(case.lengths)
         if layout.codec is not None or case.window is not None:
@@ -505,7 +505,7 @@ class Bed:
         return worst, library
 
     def _stored_error(self, rows: Sequence[Tensor], table: list[int], tokens: int) -> float:
-        """Return how far what was stored is from what was given, as its codec has it."""
+        """Return the error of the stored K/V against the values that its codec gives."""
         codec = self.backend.layout.codec
         worst = 0.0
         found = self.backend.read(0, table, tokens)

@@ -1,4 +1,4 @@
-"""What a benchmark found: ceilings of the machine, and a row for each thing measured."""
+"""Results of benchmarks: ceilings of the machine, and a row for each measurement."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Row:
         return None if self.target is None else self.target.reached(self.share, self.seconds)
 
     def document(self) -> dict[str, Any]:
-        """Return the row as a JSON object, with what is derived from it."""
+        """Return the row as a JSON object, with derived fields."""
         fields = attrs.asdict(self)
         # JSON has no NaN: the error is missing then, and `correct` says false.
         if self.error is not None and not isfinite(self.error):
@@ -169,7 +169,7 @@ class BenchResult:
 
     @property
     def wrong(self) -> list[Row]:
-        """Rows whose results are not right."""
+        """Rows with wrong results."""
         return [row for row in self.rows if row.correct is False]
 
     def document(self) -> dict[str, Any]:

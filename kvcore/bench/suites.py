@@ -1,4 +1,4 @@
-"""The suites: which cases are measured, in which order, and what they are to reach."""
+"""The suites of benchmarks: their cases, in order, and their targets."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def run_suites(
 
 
 def _check(names: Sequence[str], settings: Settings) -> None:
-    """Raise InputError for what there is not."""
+    """Raise InputError for an unknown operation or dtype."""
     known = [operation for name in names for operation in SUITES[name].operations]
     for what, asked, there in (
         ("operation", settings.only, known),
@@ -326,7 +326,7 @@ def _cpu(name: str, spec: str, settings: Settings, plugins: Plugins) -> Iterator
 
 
 def _gpu(name: str, spec: str, settings: Settings, plugins: Plugins) -> Iterator[Row]:
-    """Yield the rows of the suite of a GPU: checks, then what has a target, then the grid."""
+    """Yield the rows of the GPU suite: checks, then rows with a target, then the grid."""
     maker = _Maker(name, spec, settings, plugins, 0.03 if settings.quick else 0.2)
     dtypes = settings.dtypes or ("bf16", "fp16")
     short = settings.quick or settings.check
@@ -465,7 +465,7 @@ def _rotated(
 def _lazily(
     maker: _Maker, tokens: int, dtype: str, codec: str | None = None, **fixed: Any
 ) -> Callable[..., Callable[[], Sequence[Row]]]:
-    """Return what makes a measure of an operation of `Bed`, whose pool is allocated in it."""
+    """Return a function that allocates the pool and measures an operation of `Bed`."""
 
     def made(operation: str, *arguments: Any, **how: Any) -> Callable[[], Sequence[Row]]:
         def measure() -> Sequence[Row]:
@@ -479,7 +479,7 @@ def _lazily(
 
 
 def _ragged(count: int, least: int, most: int) -> list[int]:
-    """Return lengths whose logarithms are evenly distributed, always the same."""
+    """Return fixed lengths that are evenly distributed on a logarithmic scale."""
     from random import Random  # noqa: PLC0415 - for this alone
 
     random = Random(0)  # noqa: S311 - chance, no secret

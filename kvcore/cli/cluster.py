@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def simulate_replicas(
     config: RunConfig, given: Mapping[str, Any], naming: Callable[[str], str]
 ) -> None:
-    """Simulate a cluster; print what came of it, and write what the options ask for."""
+    """Simulate a cluster; print its result, and write the files that options name."""
     if given["live"]:
         msg = "--live shows one server: write a --trace, and see that with kvcore view"
         raise InputError(msg)

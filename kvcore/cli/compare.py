@@ -248,7 +248,7 @@ class Budget:
     bytes: list[int]
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what holds no block."""
+        """Refuse a size below one block."""
         for budget in self.bytes:
             if not self.layout.blocks_in(budget):
                 told = block_bytes(self.layout)

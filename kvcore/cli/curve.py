@@ -233,7 +233,7 @@ def _plane(
 
 
 def _write(report: Any, kind: str, file: TextIO, draw: Callable[[Any, str], bytes]) -> None:
-    """Write what was asked for."""
+    """Write the files that options name."""
     if kind == "csv":
         report.write_csv(file)
     elif kind == "json":

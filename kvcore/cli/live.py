@@ -160,7 +160,7 @@ class Player:
             self.draw()
 
     def draw(self) -> None:
-        """Draw what there is."""
+        """Draw the current view."""
         if self._view is not None:
             self._shown.draw(self._view, self._progress(self._view))
 

@@ -151,7 +151,7 @@ block_size_option = shared(
 
 
 def tokens_of(source: Workload, given: dict[str, Any]) -> int:
-    """Return the tokens of a block: as given, or as in a key of `source`."""
+    """Return the tokens of a block: as given, or those of a key of `source`."""
     size: int | None = given["block_size"]
     return source.key_tokens if size is None else size
 
@@ -252,7 +252,7 @@ PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
 
 
 def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that the text of `--price` names, or print those that are known."""
+    """Return the prices that the text of `--price` names, or print the known ones."""
     if value is None or ctx.resilient_parsing:
         return None
     from kvcore.models.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone

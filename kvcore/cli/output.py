@@ -175,7 +175,7 @@ Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Coll
 
 
 def print_sections(*sections: Section) -> None:
-    """Print sentences and tables, a blank line between two; what is empty is left out."""
+    """Print sentences and tables, separated by blank lines; skip empty ones."""
     filled = [each for each in sections if (each if isinstance(each, str) else each[1])]
     for number, section in enumerate(filled):
         if number:
@@ -189,7 +189,7 @@ def print_sections(*sections: Section) -> None:
 
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show on stderr how far the body is: a bar on a terminal, else a line now and then.
+    """Show the progress of the body on stderr: a bar on a terminal, otherwise lines.
 
     Yields a function to call with how many more of `total` are done (None: unknown).
     """

@@ -172,7 +172,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _check(given: dict[str, Any], from_file: set[str]) -> None:
-    """Refuse options that mean nothing beside the others, or leave out those of the file.
+    """Refuse options that have no effect together; ignore those from the config file.
 
     Raises:
         InputError: says which, and beside what they do.
@@ -249,7 +249,7 @@ def _print_report(engine: EngineParts, result: RunResult, document: dict[str, An
 
 
 def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:
-    """Return a sentence: what was computed, on what, and which part of the workload."""
+    """Return a sentence on the run: the model, the hardware, and the part of the workload."""
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
     whole = limit is None or requests < limit

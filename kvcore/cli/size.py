@@ -131,7 +131,7 @@ def _reserve(text: str, device: DeviceSpec | None) -> int:
 
 
 def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
-    """Report what is known without a device."""
+    """Report the sizes that do not depend on a device."""
     model = layout.model
     windows = Counter(model.windows).items()
     return {

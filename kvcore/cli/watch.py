@@ -162,7 +162,7 @@ class _Follower(ServerReader):
 
 
 class _GrowingFile(io.FileIO):
-    """A file whose end is where its writer has ended; until then there is more to come."""
+    """A file that is read while it is written; its end is known when its writer has ended."""
 
     def __init__(self, path: Path, idle: Callable[[], None]) -> None:
         super().__init__(path)

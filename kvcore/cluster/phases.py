@@ -523,7 +523,7 @@ class PhaseCluster(Cluster):
         del self._moves[move.request.id]
 
     def figures(self) -> Phases:
-        """Return what came of it."""
+        """Return the results of the split phases."""
         numbers = range(self.split.replicas)
         pools = {
             name: [each for each in numbers if self.split.pool(each) == name] for name in POOLS
@@ -562,7 +562,7 @@ class PhaseCluster(Cluster):
             self._send(move, now)
 
     def _transfer(self, move: Move, begun: int, now: int) -> None:
-        """Queue what is computed and has not been sent; it may move from `begun` (ns) on."""
+        """Queue computed K/V that has not been sent; it may move from `begun` (ns) on."""
         job, there, source, target = move.job, move.there, move.source, move.target
         assert job is not None
         assert there is not None

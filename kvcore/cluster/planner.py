@@ -437,7 +437,7 @@ class Autoscaler:
         return sorted(up, key=lambda number: (len(self._servers[number].sent), -number))
 
     def _demand(self) -> Demand:
-        """Return what came since the last call, and forget it."""
+        """Return the demand since the last call, and reset it."""
         outputs: list[int] = []
         times: list[float] = []
         for number, server in self._servers.items():

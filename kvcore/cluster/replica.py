@@ -1,4 +1,4 @@
-"""A simulated replica: a serving loop that is told when to begin and end its turns."""
+"""A simulated replica: a serving loop whose turns a cluster begins and ends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Inbox(Arrivals):
 
 
 class ReplicaLoop(ServingLoop):
-    """The serving loop of a replica, whose turns are begun and ended by a cluster.
+    """The serving loop of a replica; the cluster begins and ends its turns.
 
     Attributes:
         handed: rows of its log whose requests have gone on elsewhere.
@@ -134,7 +134,7 @@ class ReplicaLoop(ServingLoop):
             self.allocator.settle(job)
 
     def end(self) -> None:
-        """Run what is left of the turn that has begun to its end."""
+        """Run the current turn to its end."""
         if self._ahead is not None:
             self._jumped = self.allocator.run(*self._ahead, self.clock_ps)
             self._ahead = None

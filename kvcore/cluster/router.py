@@ -22,7 +22,7 @@ from kvcore.request import Request
 
 @attrs.define(eq=False, slots=True)
 class Replica:
-    """A replica as its router sees it: what it is, what it was sent, and what came back.
+    """A replica as its router sees it: its options, requests in flight, and reports.
 
     A router on the way of requests and answers counts these itself; only `usage` is a figure
     that the server has to tell. Routers read; what keeps the counts writes, except `data`.
@@ -96,7 +96,7 @@ class Router(Plugin):
     uses_hits: ClassVar[bool] = True
 
     def cost(self, request: Request, replica: Replica) -> float:
-        """Return what it costs to send `request` to `replica`; the least goes.
+        """Return the cost of sending `request` to `replica`; the lowest cost wins.
 
         Among equals the one with the fewest requests in flight goes, then the one with the
         fewest ever sent, then the first.
@@ -122,7 +122,7 @@ class Router(Plugin):
         )[1]
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
-        """Called when `request` was sent to `replica`, whose counts have it already."""
+        """Called when `request` was sent to `replica`, and is in its counts."""
 
     def on_first_token(self, request: Request, replica: Replica, now: int) -> None:
         """Called when the first token of `request` comes back."""

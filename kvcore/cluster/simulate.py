@@ -167,7 +167,7 @@ def simulate_cluster(
 
 
 def _rented(cluster: Cluster) -> int:
-    """Return for how many ns replicas were up, those that no planner stops to the end."""
+    """Return the total time in ns that replicas were up; without a planner, until the end."""
     scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
     end = max(server.loop.clock_ps for server in cluster.servers) // PS_PER_NS
     always = sum(server.number not in scaled for server in cluster.servers)

@@ -1,4 +1,4 @@
-"""What a router thinks is cached where: its own index, events that come late, or the truth.
+"""Prefix views of routers: an index of what was sent, delayed events, or the true content.
 
 Times are nanoseconds, of whatever clock: views serve simulated clusters and real proxies.
 """
@@ -338,7 +338,7 @@ class EventsView(PrefixView):
         place.below, tree.watcher = tree.watcher, place
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
-        """Return the tokens of the prompt that each replica has, by what has been told."""
+        """Return the prompt tokens that each replica has, according to its events so far."""
         self.catch_up(now)
         hits: dict[int, int] = {}
         for size in self._sizes.values():

@@ -133,7 +133,7 @@ class ClusterParts(RunParts):
             return None if text is None else Split.parse(text)
 
     def phases(self) -> dict[str, Any] | None:
-        """Build what `PhaseCluster` is given besides for one run, if phases are split."""
+        """Build the further arguments of `PhaseCluster` for one run, if phases are split."""
         split = self.split
         if split is None:
             return None
@@ -154,7 +154,7 @@ class ClusterParts(RunParts):
         return cast("Router", self.built("router"))
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
-        """Return what was run as for one server, and which replicas there were."""
+        """Return the configuration as for one server, with its replicas."""
         return super().describe(*plugins) | {
             "replicas": [
                 {
@@ -248,7 +248,7 @@ class RecordedCluster(RecordedParts, ClusterParts):
         }
 
     def header(self) -> dict[str, Any]:
-        """Return what the new header has besides what its replicas and its router say."""
+        """Return the fields of the new header that replicas and router do not write."""
         return {name: self._header[name] for name in ("mode", "workload", "seed")}
 
     @property

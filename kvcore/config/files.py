@@ -81,7 +81,7 @@ class _ConfigFile:
         return found
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
-        """Yield keys and values, those of the table `batching` as if they stood above it."""
+        """Yield keys and values, with those of the table `batching` at the top level."""
         for key, value in _entries_of(self._document()):
             if key == "batching" and isinstance(value, dict):
                 yield from _group(key, value)

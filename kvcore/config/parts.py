@@ -1,4 +1,4 @@
-"""Build what a configuration asks for: workload, pool, cache, scheduler, latency, header."""
+"""Build the parts of a run from a configuration: workload, pool, cache, scheduler, latency."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Window: TypeAlias = tuple[int, int | None] | None
 
 
 class RunParts:
-    """The parts of a run, of which those that serve one run alone are built for each.
+    """The parts of a run; parts that serve only one run are built anew for each.
 
     Args:
         config: what was asked for.
@@ -199,7 +199,7 @@ class RunParts:
         }
 
     def built(self, kind: str, **defaults: Any) -> Any:
-        """Build the plugin of a kind; an instance that was given is returned as it is.
+        """Build the plugin of a kind; return an instance that was given as it is.
 
         `defaults` are values of options that its text leaves out, besides the seed.
         """
@@ -213,7 +213,7 @@ class RunParts:
         return resolve(kind, value if is_plugin else value())
 
     def header(self) -> dict[str, Any]:
-        """Return what the header of a trace has besides what the run itself writes there."""
+        """Return the fields of a trace header that the run itself does not write."""
         return {
             "workload": self.workload,
             "seed": self.config.seed,
@@ -227,7 +227,7 @@ class RunParts:
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
-        """Return what was run, and the plugins that ran it, as JSON has it; None is none."""
+        """Return the configuration and the plugins of a run as JSON; skip None."""
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         return {
             "kvcore": version(),
@@ -300,7 +300,7 @@ class RunParts:
         _ = self.deployment
 
     def _blocks(self) -> int:
-        """Return the blocks of the pool: as given, or what fits into memory."""
+        """Return the number of blocks of the pool: as given, or as many as fit into memory."""
         blocks, memory = self.config.blocks, cast("int | None", self.config.memory)
         if blocks is not None and memory is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
@@ -366,7 +366,7 @@ class RunParts:
         return self.deployment.devices
 
     def _staged_bytes(self) -> int:
-        """Return the bytes that unfinished blocks take besides the pool."""
+        """Return the bytes of unfinished blocks, which are outside the pool."""
         return self.deployment.staged_bytes(self._sequences)
 
     def _defaults(self) -> dict[str, Any]:
@@ -446,7 +446,7 @@ class EngineParts(RunParts):
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
-        """Return what was run as for a simulation, with what computed it."""
+        """Return the configuration as of a simulation, with generator and backend."""
         config = self.config
         timed = {"device": self.backend.name, "tensor_parallel": 1}
         return (
@@ -526,7 +526,7 @@ class EngineParts(RunParts):
         )
 
     def _blocks(self) -> int:
-        """Return the blocks of the pool: as given, or what fits into memory."""
+        """Return the number of blocks of the pool: as given, or as many as fit into memory."""
         return super()._blocks() if self.sized else self.blocks_in(MEMORY)
 
     def _block_bytes(self) -> int:

@@ -66,7 +66,7 @@ def recorded_config(
 
 
 def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:
-    """Return the options of a server, which those of a cluster may have of their own."""
+    """Return the options of one server, which the replicas of a cluster may have too."""
     recorded: dict[str, Any] = {
         kind: partial(_rebuilt, file, kind, recorded, plugins)
         for kind, recorded in header["plugins"].items()
@@ -217,7 +217,7 @@ def _rebuilt_tier(file: Path, recorded: Mapping[str, Any], plugins: Plugins) -> 
 
 
 def _check_codec(file: Path, codec: Any, plugins: Plugins) -> None:
-    """Refuse a recorded codec that no text names, or whose options are paths."""
+    """Refuse a recorded codec that text cannot name, or whose options are paths."""
     spec = read_plugin(str(codec))
     if spec.name in plugins.names("codec"):
         _refuse_paths(file, plugins.get("codec", spec.name), spec.options)
@@ -434,7 +434,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 
 def _value(written: Any) -> Any:
-    """Return an option from JSON: lists are tuples, and a model or a device what it was."""
+    """Convert the value of an option from JSON: lists to tuples, dicts to models or devices."""
     if isinstance(written, list):
         return tuple(map(_value, written))
     if isinstance(written, dict):

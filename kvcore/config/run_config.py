@@ -147,7 +147,7 @@ def _reader(name: str) -> Callable[[Any], Any]:
 
 @attrs.frozen(kw_only=True, field_transformer=_reading)
 class RunConfig:
-    """The options of a run: what was asked for, nothing of it opened or built.
+    """The options of a run. Nothing is opened or built from them yet.
 
     The fields are the options of `kvcore simulate`, `compare` and `run`, the keys of
     configuration files and the axes of sweeps. Values are converted when they are stored:
@@ -395,7 +395,7 @@ class RunConfig:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], mode: Mode = "simulate") -> Self:
-        """Return the configuration that a TOML file gives; what it leaves out is default.
+        """Return the configuration of a TOML file, with defaults for keys that it lacks.
 
         Paths in the file are relative to it.
 
@@ -463,7 +463,7 @@ def option_help(name: str) -> str:
 
 
 def option_choices(name: str) -> tuple[str, ...]:
-    """Return the values that an option may have, where there are only a few; else nothing."""
+    """Return the values that an option may have if they are few; otherwise nothing."""
     choices: tuple[str, ...] = _fields()[name].metadata["choices"]
     return choices
 

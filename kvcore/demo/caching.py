@@ -232,7 +232,7 @@ class PagedSequenceCache(SequenceCache):
 
 @attrs.frozen
 class Generation:
-    """The output generated with one cache, and what it cost.
+    """The output generated with one cache, and its cost.
 
     Attributes:
         cache: name of the cache.
@@ -261,7 +261,7 @@ def generate(
     seed: int = 0,
     done: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Generate `output` tokens after `prompt`, one a step, computing what is not cached.
+    """Generate `output` tokens after `prompt`, one per step, computing what is not cached.
 
     Args:
         generator: the model, loaded.

@@ -1,4 +1,4 @@
-"""The tokens of one step, as the executor hands them to the generator and to the backend."""
+"""The tokens of one step, as the executor passes them to the generator and the backend."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ FEW, SAMPLED = 8, 16
 
 
 def token_retention(cache: KVCache) -> TokenRetention | None:
-    """Return the retention policy of `cache` if it picks single tokens, else None.
+    """Return the retention policy of `cache` if it selects single tokens, otherwise None.
 
     Raises:
         InputError: it says how many tokens stay, and not which.
@@ -205,7 +205,7 @@ class Compactor:
         return attend
 
     def _fork(self, seq: Sequence, child: Sequence) -> None:
-        """Called when `seq` is forked: `child` goes on with what is known of it."""
+        """Called when `seq` is forked: `child` gets a copy of its record."""
         record = self._records.get(seq)
         if record is not None:
             self._records[child] = record.copy()
@@ -249,7 +249,7 @@ class Compactor:
         return [position for first, end in ranges for position in range(first, end)]
 
     def _known(self, kept: torch.Tensor | None, held: int, compacted: int) -> torch.Tensor:
-        """Return positions of `held` tokens: `kept`, and those of the tokens behind them."""
+        """Return the positions of `held` tokens: `kept`, then those of later tokens."""
         import torch  # noqa: PLC0415 - see the module
 
         layout = self._backend.layout
@@ -445,7 +445,7 @@ class Compactor:
         positions: torch.Tensor,
         seen: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the scores of a layer on the host, with what stays and what goes anyway.
+        """Return the scores of a layer on the host, with tokens that stay or go in any case.
 
         Raises:
             PolicyError: there is not one number for each token.

@@ -1,4 +1,4 @@
-"""Drafters on tensors: which tokens are drafted, and what the model's pass shows them."""
+"""The contract of drafters on tensors: which tokens they draft, and which tensors they read."""
 
 from __future__ import annotations
 

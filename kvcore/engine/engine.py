@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)
 class RunResult(Result):
-    """Result of a run on tensors: that of a simulation, and what was generated.
+    """Result of a run on tensors: that of a simulation, and the generated tokens.
 
     Attributes:
         outputs: generated token ids, by request id.

@@ -92,7 +92,7 @@ class Generator(Plugin):
         return frozenset()
 
     def identity(self) -> str:
-        """Return what its K/V depends on besides tokens and positions, as text.
+        """Return a text of all that the K/V depends on besides tokens and positions.
 
         Tiers keep K/V for later runs: of two generators that compute different K/V it must
         differ, and be the same whenever the same one is made again. Its class and its options
@@ -140,7 +140,7 @@ class Generator(Plugin):
         raise InputError(msg)
 
     def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run a step as `forward` does; return what it would draw tokens from.
+        """Run a step as `forward` does; return the distributions of the next tokens.
 
         `[sequences with an output index, vocabulary]`, after temperature and top-k, for
         drafts that are sampled.

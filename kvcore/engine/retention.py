@@ -1,4 +1,4 @@
-"""The contract of retention policies that score single tokens, and what they score."""
+"""The contract of retention policies that score single tokens."""
 
 from __future__ import annotations
 

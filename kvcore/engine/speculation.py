@@ -79,7 +79,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
         decoding: Sequence[Job],
         limits: Sequence[int],
     ) -> StepResult:
-        """Compute one step; return its duration, its effects and what was accepted."""
+        """Run one step; return its duration, its effects and the accepted tokens."""
         began_ns = perf_counter_ns()
         prefilled = [self._prefilled(job, tokens) for job, tokens in chunks]
         newest = [self._scheduled(job, job.length, 1, job.generated) for job in decoding]
@@ -261,7 +261,7 @@ def judged(p: Weights, q: Weights, drafted: int, level: float, other: float) -> 
 
 
 def inverted(weights: Weights, level: float) -> int:
-    """Return the first token whose cumulated weight exceeds the share `level` of the sum."""
+    """Return the first token whose cumulative weight exceeds the share `level` of the sum."""
     reached, wanted, last = 0.0, level * sum(weights), 0
     for token, weight in enumerate(weights):
         if weight > 0:

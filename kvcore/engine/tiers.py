@@ -1,4 +1,4 @@
-"""Tiers in a run on tensors: a thread for each writes and reads what the directory says.
+"""Tiers in a run on tensors: a thread per tier writes and reads what the directory decides.
 
     thread of the loop                           thread of a tier
     ------------------                           ----------------
@@ -334,7 +334,7 @@ class TensorMover:
         return self._channels[level].is_ready
 
     def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
-        """Copy blocks of the pool, or ask for those of `source`, and queue their write."""
+        """Copy blocks of the pool, or request those of `source`, and queue their write."""
         began = perf_counter_ns()
         channel, slots = self._channels[level], holder.private
         assert slots is not None
@@ -438,7 +438,7 @@ class TensorMover:
             part.data.append(channel.submit(_Task("read", chunk, self._buffer())))
 
     def finish(self, part: Part, ids: Ids) -> int:
-        """Wait for the reads of a load, and put what is right into the blocks `ids`."""
+        """Wait for the reads of a load, and copy intact blocks into the blocks `ids`."""
         began = perf_counter_ns()
         channel, slots = self._channels[part.level], part.slots
         assert slots is not None
@@ -528,7 +528,7 @@ class TensorMover:
         return blocks
 
     def _room(self, channel: _Channel, blocks: int) -> memoryview:
-        """Return a buffer, when a tier has written enough of what is queued."""
+        """Return a buffer once a tier has written enough of its queue."""
         most = max(QUEUED_BYTES // channel.level.slot_bytes - blocks, 0)
         if channel.queued_blocks > most:
             self._wait(lambda: channel.is_idle or channel.queued_blocks <= most)
@@ -577,7 +577,7 @@ def chained(parent: bytes, position: int, key: Key) -> bytes:
 def identity(
     cache: KVCache, generator: Generator, backend: Backend, seed: int, *, texts: bool
 ) -> bytes:
-    """Return 16 bytes that stand for whose K/V it is: equal ones mean exchangeable blocks.
+    """Return 16 bytes that identify the K/V: blocks of equal identity are interchangeable.
 
     That is what computes and what lays it out, how keys stand for tokens (`texts`: by hashing
     those of the text; else tokens are made up from keys), and what attention leaves out.

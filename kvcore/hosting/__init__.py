@@ -1,4 +1,4 @@
-"""At home in engines: policies that decide about blocks which somebody else owns."""
+"""Policies in engines: the host of a policy for blocks that the engine owns, and a recorder."""
 
 from kvcore.hosting.host import Block, PolicyHost
 from kvcore.hosting.recorder import EngineRecorder

@@ -1,4 +1,4 @@
-"""The host of an eviction policy where somebody else owns the blocks."""
+"""The host of an eviction policy for blocks that an engine owns."""
 
 from __future__ import annotations
 
@@ -521,7 +521,7 @@ class PolicyHost:
         return order[::-1]
 
     def _adopt(self, blocks: Sequence[Block], now: int, request: Id | None) -> None:
-        """Store those of `blocks` again that had lost a block before them."""
+        """Store again those of `blocks` that had lost an ancestor."""
         parent: Block | None = None
         for block in blocks:
             if block in self._orphans:

@@ -35,7 +35,7 @@ _P = ParamSpec("_P")
 
 
 class _Recording(Trace):
-    """A trace that keeps what it has when it is given up; blocks leave for many reasons."""
+    """A trace that keeps its lines when it is given up; blocks leave for many reasons."""
 
     reason: Literal["capacity", "expired", "gone"] = "capacity"
 
@@ -364,7 +364,7 @@ class EngineRecorder:
 
     @_guarded
     def cleared(self, now: int) -> None:
-        """Record that the engine has emptied its cache, but for what requests use."""
+        """Record that the engine has dropped all blocks that no request uses."""
         now = self._at(now)
         for span in reversed([*self._cache.tree.spans()]):
             self._lose(span, now)
@@ -427,7 +427,7 @@ class EngineRecorder:
         self._trace.reason = "capacity"
 
     def _leave(self, span: Span, requester: Id, now: int) -> None:
-        """Remove an unpinned leaf, whose block is free."""
+        """Remove an unpinned leaf, whose block becomes free."""
         self._policy.chosen = span
         ids = self._cache.tree.evict(1, requester, now)
         self._cache.pool.free(ids, 1)
@@ -511,7 +511,7 @@ class EngineRecorder:
         return now
 
     def _make_room(self, blocks: int, match: PrefixMatch, requester: Id, now: int) -> None:
-        """Evict the least recently used blocks, but for those of `match`, as far as needed."""
+        """Evict least recently used blocks as needed, except those of `match`."""
         cache, kept, span = self._cache, set(), match.span
         if blocks > cache.available_blocks - match.unpinned_blocks:
             return  # that is refused
@@ -536,7 +536,7 @@ class EngineRecorder:
 
     @_guarded
     def _seal(self) -> None:
-        """Write the ends of what is open, and END."""
+        """Write the ends of open requests, and END."""
         assert self._trace is not None
         for name, each in [*self._requests.items()]:
             self._close(name, each, self._now, 0)

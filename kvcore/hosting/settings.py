@@ -1,4 +1,4 @@
-"""What an adapter is asked to do: the policy and the recording, by the environment."""
+"""Settings of the engine adapters, from the environment: the policy, and the recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks a stream of KV events says are resident, and what in it cannot be true."""
+"""The resident blocks of a stream of KV events, and contradictions in the stream."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ExportSize:
         tick: Tick = unseen,
         replica: int | str | None = None,
     ) -> ExportSize:
-        """Count what is stored in one pass over the trace. Costs about 8 µs a line.
+        """Count the stored blocks in one pass over the trace. Costs about 8 µs a line.
 
         Raises:
             InputError: the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Payloads of KV events: read in every format, which their bytes tell, and written again."""
+"""Payloads of KV events: decoded in every format, recognised by their bytes, and encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV-cache events in one vocabulary for all formats, and what the formats' readers share.
+"""KV-cache events in one vocabulary for all formats, with the shared parts of their readers.
 
 An engine publishes that blocks were stored, removed, cleared or moved, in batches. The modules
 `vllm`, `tensorrt_llm`, `dynamo` and `mooncake` read payloads into these classes by msgspec
@@ -241,7 +241,7 @@ def level_medium(level: int) -> str:
 
 
 class DecodeError(ValueError):
-    """A payload that is not what its format asks for; the message begins with the field.
+    """A payload that violates its format; the message begins with the field.
 
     A message may have names out of the payload: it is cut, and what is not printable escaped.
     """
@@ -280,7 +280,7 @@ def parse(value: Any, struct: type[_Struct], field: str) -> _Struct:
 
 
 def parse_tagged(value: Any, structs: Sequence[type[msgspec.Struct]], field: str) -> Any:
-    """Return `value` as the one of the `structs` whose tag it has.
+    """Return `value` as the one of the `structs` with its tag.
 
     As `parse` with a union of them, which msgspec would analyse anew at each call (6 µs).
 

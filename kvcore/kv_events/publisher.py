@@ -123,7 +123,7 @@ class Publisher(Endpoint):
         return self._until(seconds, lambda: self.subscribers >= subscribers)
 
     def close(self) -> None:
-        """Send what is queued, and unbind."""
+        """Send the queued messages, and unbind."""
         for socket in self._sockets:
             socket.close(linger=_LINGER_MS)
         self._sockets.clear()

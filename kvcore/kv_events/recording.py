@@ -292,7 +292,7 @@ def _next_piece(file: Path) -> Path:
 
 
 def _count_batches(part: Path) -> int:
-    """Return how many batches an unfinished recording has, without reading what is in them."""
+    """Return the number of batches of an unfinished recording, without decoding them."""
     batches, head = 0, b""
     with suppress(OSError, CutError, DamageError), part.open("rb") as file:
         for piece in decompressed(file):
@@ -444,7 +444,7 @@ def _first_line_format(line: Any) -> str | None:
 
 @attrs.define
 class Tally:
-    """Counts of what was recorded so far.
+    """Running counts of a recording.
 
     Attributes:
         batches: written; `replayed`: those of them that came from a replay.
@@ -583,7 +583,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` was given; lists where that had tuples.
+    """Return the value that `to_json` encoded, with lists in place of tuples.
 
     Raises:
         ValueError: a name begins with `$`, and is none of those above.
@@ -601,7 +601,7 @@ def from_json(value: Any) -> Any:
 
 
 def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if all items are the same in JSON, as those of nearly all long lists."""
+    """Return True if all items are the same in JSON, as in nearly all long lists."""
     return set(map(type, values)) <= {int, str, bool, type(None)}
 
 

@@ -289,7 +289,7 @@ class Subscriber(Endpoint):
                 yield item
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> Generator[StreamItem, None, None]:
-        """Stop, and yield what has been received by now; after `seconds`, the gaps it leaves.
+        """Stop; yield the received batches and, after `seconds`, the gaps that remain.
 
         So each batch that has reached this process is among the items, or in a gap. Call it
         once, in place of `items`.
@@ -371,7 +371,7 @@ class Subscriber(Endpoint):
                 stream.queue.pop()
 
     def _receive(self) -> None:
-        """Receive what has come, as far as there is room."""
+        """Receive waiting messages, as far as there is room."""
         if self._draining:
             return
         for stream in self._streams:

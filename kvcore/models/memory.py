@@ -87,7 +87,7 @@ class Deployment:
         return ceil(sequences * self.layout.staged_bytes() * copies)
 
     def blocks(self, sequences: int = 0) -> int:
-        """Return how many blocks fit beside the weights, and what is staged.
+        """Return how many blocks fit beside the weights and the staged bytes.
 
         Args:
             sequences: how many may run at a time, each with a block that is not full.
@@ -196,7 +196,7 @@ class KVLayout:
         return self._layer_bytes * self.model.layers
 
     def staged_bytes(self, dtype: str | None = None) -> int:
-        """Return the bytes that a running sequence takes besides its blocks.
+        """Return the bytes of a running sequence that are outside its blocks.
 
         What a codec codes block by block lies as it was computed until its block is full:
         a block of such numbers for each running sequence.

@@ -1,1 +1,1 @@
-"""A cache at work: servers of an OpenAI-style API, and the proxy that routes to them."""
+"""Online serving: servers of an OpenAI-style API, and the proxy that routes to them."""

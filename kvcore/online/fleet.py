@@ -74,7 +74,7 @@ class _Told:
         return self.gone(list(self._keys))
 
     def gone(self, hashes: Sequence[Hash]) -> list[bytes]:
-        """Return the keys of those of `hashes` that it does not have any more."""
+        """Return the keys of `hashes` that the server no longer has."""
         gone = [value for value in hashes if not self.tracker.holds(value)]
         keys = (self._keys.pop(value, None) for value in gone)
         return [key for key in keys if key is not None]
@@ -349,7 +349,7 @@ class Fleet:
             self.log = None
 
     async def stop(self) -> None:
-        """Close what was opened."""
+        """Close all clients and subscriptions."""
         if isinstance(self._view, FollowedEvents):
             await self._view.stop()
         self._write(lambda log: log.close(self.now()))

@@ -39,7 +39,7 @@ class Call:
 
     @classmethod
     def read(cls, path: str, body: bytes) -> Call:
-        """Return the call whose body is given.
+        """Return the call of a request body.
 
         Raises:
             InputError: it is no JSON object, or has no prompt.

@@ -224,7 +224,7 @@ class Proxy:
         self._closed.callback(watching.cancel)
 
     async def stop(self) -> None:
-        """Listen no more, wait for requests in flight, and close what was opened."""
+        """Stop listening, wait for requests in flight, and close all connections."""
         self._closing = True
         await self._closed.aclose()
 
@@ -505,7 +505,7 @@ class Proxy:
 
     @staticmethod
     def _headers(http: web.Request) -> dict[str, str]:
-        """Return the headers that a server gets of those of a client."""
+        """Return the headers of a client's request that are passed on to a server."""
         return {name: http.headers[name] for name in PASSED_ON if name in http.headers}
 
 

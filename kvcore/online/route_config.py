@@ -84,7 +84,7 @@ class Upstream:
 
 @attrs.frozen(kw_only=True)
 class RouteConfig:
-    """The options of `kvcore route`: what was asked for, nothing of it opened or built.
+    """The options of `kvcore route`. Nothing is opened or built from them yet.
 
     Times are in seconds.
 

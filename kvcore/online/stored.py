@@ -63,7 +63,7 @@ class StoredBlocks:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is left, and end; wait for slow subscribers for a while."""
+        """Publish remaining events, and stop; wait a while for slow subscribers."""
         self._ends.set()
         self._thread.join(_PATIENCE_SECONDS)
         if not self._thread.is_alive():

@@ -26,7 +26,7 @@ FIRST_BYTE = (
 
 @attrs.define(eq=False)
 class Flight:
-    """A request on its way, and what is known of it so far.
+    """A request in flight, with its record so far.
 
     Attributes:
         request: as the router saw it.

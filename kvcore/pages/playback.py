@@ -112,7 +112,7 @@ MOST = 2**53
 
 @attrs.define
 class Prompts:
-    """The prompts of a trace, by request number: lengths, and whose content they have.
+    """The prompts of a trace, by request number: their lengths, and shared content.
 
     Attributes:
         ids: of the requests.
@@ -208,7 +208,7 @@ class EvictedContent:
 
 @attrs.frozen
 class Window:
-    """The part of a trace whose rows a page has.
+    """The part of a trace that a page has rows of.
 
     Attributes:
         start, end: in ns: rows at `start` and later, and before `end`; None: to the last.
@@ -579,7 +579,7 @@ class Playback:
         self._row(event, number, *values)
 
     def document(self) -> dict[str, Any]:
-        """Return what is JSON of the playback: the run, and its requests."""
+        """Return the JSON part of the playback: the run, and its requests."""
         prompts, explanation = self.prompts, self.explanation
         found = [explanation.requests.get(request) for request in prompts.ids]
         last = self.first + len(self.rows["kind"])

@@ -92,7 +92,7 @@ def report_page(
     replica: int | str | None = None,
     progress: Progress = silent,
 ) -> bytes:
-    """Return a page that reports results, those of one kind side by side.
+    """Return a page that reports results, with those of one kind side by side.
 
     Equal results, given by equal names, make equal pages.
 

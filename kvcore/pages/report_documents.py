@@ -438,7 +438,7 @@ class Explained(Result):
 
 
 def reason_tables(report: SummaryReport) -> Iterator[Part]:
-    """Yield the tables of miss reasons, and what is to be known of them."""
+    """Yield the tables of miss reasons, with notes on reading them."""
     headers = report.headers
     yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
     places = report.place_headers
@@ -560,7 +560,7 @@ class Sized(Result):
         return cls(name=name, document=document, cells=list(size_rows(document)))
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return what it takes, and what fits."""
+        """Return the sizes of the model, and what fits."""
         return SIZE_HEADERS, self.cells
 
     def parts(self) -> Iterator[Part]:

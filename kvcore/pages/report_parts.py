@@ -97,7 +97,7 @@ def sentences(text: str, kind: str = "text") -> list[Part]:
 
 
 def opening(report: Any) -> Iterator[Part]:
-    """Yield what a report says first, and what was run."""
+    """Yield the first part of a report: its title, and what was run."""
     yield from sentences(report.headline)
     yield heading("What was run")
     yield from sentences(report.setup)
@@ -286,7 +286,7 @@ class Result(ABC):
         """Yield the parts of a report on one result."""
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
-        """Return the headers and rows that stand side by side with those of others, if any."""
+        """Return the headers and rows of the table that compares several results, if any."""
         return None
 
     @classmethod
@@ -344,7 +344,7 @@ NO_SETTINGS = ("n", "t", "event", "schema")
 
 
 def command(verb: str, *subjects: Any, **options: Any) -> str:
-    """Return a command line: a verb, what it is about, and options that are not None.
+    """Return a command line: a verb, its argument, and the options that are not None.
 
     Plugins, and a workload with its part, are what a trace's header has.
     """

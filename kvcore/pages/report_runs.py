@@ -169,7 +169,7 @@ class Run(Result):
 
     @property
     def report(self) -> SimulationReport | None:
-        """The report of the summary; None where it does not say what was run."""
+        """The report of the summary; None if the document does not describe the run."""
         config = None if self.summary is None else self.summary.get("config")
         if self.summary is None or config is None:
             return None
@@ -483,7 +483,7 @@ def _percents(ratios: Sequence[float]) -> list[float | None]:
 
 
 def _regret(explanation: Explanation, summary: Summary) -> str:
-    """Return sentences: how far the hits of a trace are from those of the optimum."""
+    """Return sentences on the distance between the hits of a trace and those of the optimum."""
     best = sum(each.optimum for each in explanation.requests.values())
     tokens, hit = summary.prompt_tokens, summary.hit_tokens
     lost = summary.categories["policy"]

@@ -140,7 +140,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _layout(model: ModelSpec, codec: str) -> dict[str, int] | None:
-    """Return the bytes of a block in all layers, and those that a sequence stages.
+    """Return the bytes of a block in all layers, and the staged bytes of a sequence.
 
     None where the codec cannot code the heads of the model.
     """
@@ -166,7 +166,7 @@ class _Traced:
 
     @classmethod
     def of(cls, work: Callable[[Trace], object]) -> _Traced:
-        """Call `work` with a trace, and return what was written."""
+        """Call `work` with a trace, and return the trace."""
         file = BytesIO()
         with Trace(file) as trace:
             work(trace)
@@ -363,7 +363,7 @@ class _Sentence:
         )
 
     def hit(self) -> str:
-        """Return what is found."""
+        """Return a sentence on the blocks that hit."""
         count = self.event.blocks
         return (
             f"A hit: {self._who} begins with the same {count * BLOCK} tokens, so the keys of "
@@ -372,7 +372,7 @@ class _Sentence:
         )
 
     def miss(self) -> str:
-        """Return what is not found, and why."""
+        """Return a sentence on the blocks that missed, and why."""
         who, first = self._who, self.event.block
         if not first:
             return (
@@ -384,7 +384,7 @@ class _Sentence:
         return f"From its block {first + 1} on, {who} misses: {why}."
 
     def alloc(self) -> str:
-        """Return which blocks are taken, for a prompt or for what is written."""
+        """Return a sentence on allocated blocks, for a prompt or for generated tokens."""
         who, seq = self._who, self.event.seq
         taken = _listed(_ids(self.event.runs))
         if seq not in self.before:
@@ -426,7 +426,7 @@ class _Sentence:
         )
 
     def free(self) -> str:
-        """Return what is free, and what stays cached."""
+        """Return a sentence on the blocks that are freed, and those that stay cached."""
         freed = _ids(self.event.runs)
         gone = "Nothing is free by that"
         if freed:
@@ -639,7 +639,7 @@ _LAYER_HEAD = (0, 1)
 
 
 def _attention() -> dict[str, Any]:
-    """Return one decode step of one head: what it reads, and every number on the way."""
+    """Return one decode step of one head: its inputs, and every intermediate number."""
     small = "transformer:layers=1,hidden=16,heads=2,kv_heads=1,head_dim=4,seed=3"
     prompt = word_tokens(_SENTENCE, resolve("generator", small).vocabulary)
     _, recorded = _attended(small, prompt, 2)

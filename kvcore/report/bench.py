@@ -25,7 +25,7 @@ class BenchReport:
 
     @property
     def machine(self) -> str:
-        """Return sentences that name what it ran on."""
+        """Return sentences that name the machine and the software."""
         of = self.result.machine
         packages = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
         lines = [
@@ -112,7 +112,7 @@ def _speed(row: Row) -> Sequence[str]:
 
 
 def _target(row: Row) -> str:
-    """Return what is promised, and whether it is kept."""
+    """Return the target of a row, and whether it is met."""
     aim: Target | None = row.target
     if aim is None:
         return ""

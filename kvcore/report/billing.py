@@ -111,7 +111,7 @@ class ComparisonBill:
 
     @property
     def rows(self) -> list[TableRow]:
-        """Rows of dollars: one a policy, and those that no pool changes."""
+        """Rows of dollars: one per policy, and those that do not depend on the pool."""
         table: dict[str, TableRow] = {}
         for name, row in named(self.comparison.rows):
             assert row.bill is not None

@@ -291,7 +291,7 @@ def _is_number(name: str, values: Iterable[Any]) -> bool:
 
 
 def sweep_chart(sweep: Sweep, axis: str) -> Chart:
-    """Return what is best in a sweep, over the values of an axis of numbers.
+    """Return a chart of the best cells of a sweep over the values of a numeric axis.
 
     Cells that failed have no point.
     """

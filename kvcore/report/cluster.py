@@ -1,4 +1,4 @@
-"""A simulated cluster for people: what it was, what came of it, and who served how much."""
+"""Report on a simulated cluster: its replicas, its results, and the load of each replica."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ClusterReport(SimulationReport):
 
 
 def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
-    """Return the row of replicas: their sums of failures, and else their means."""
+    """Return the row of a group of replicas: sums of failures, means of all else."""
 
     def mean(key: str) -> float | None:
         found = [each[key] for each in replicas if each[key] is not None]

@@ -1,4 +1,4 @@
-"""The live view of a trace: pool, queue and hits at one time, as lines of text that fit."""
+"""The live view of a trace: pool, queue and hits at one time, as lines of text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TALL = 12
 
 
 class Sample(NamedTuple):
-    """Counts at one time, for rates and for what was before."""
+    """Counts at one time, to compute rates and differences."""
 
     time: int
     lookups: int
@@ -140,7 +140,7 @@ class LiveView:
         return dict(zip(PARTS, counts, strict=True))
 
     def told(self, most: int) -> list[str]:
-        """Return the last events in words, those of one kind at one time for one as one."""
+        """Return the last events in words; events of one kind at one time are one entry."""
         texts = deque[str](maxlen=max(most, 0))
         for _, alike in groupby(self._last, key=_kind):
             *_, event = group = list(alike)
@@ -148,7 +148,7 @@ class LiveView:
         return list(texts)
 
     def _about(self) -> str:
-        """Return what was run: workload and policies."""
+        """Return the workload and the policies of the run."""
         header = self._builder.state.header
         plugins = (header.plugins.get(kind) for kind in ("eviction", "scheduler"))
         names = [each.name for each in plugins if each]
@@ -184,7 +184,7 @@ class LiveView:
 
 
 def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
-    """Return what is said of an event, and of others that are of one kind with it."""
+    """Return the words for an event, or for several events of its kind."""
     match event:
         case events.Request():
             text = f"request {event.id} arrives: {counted(event.prompt, 'token')}"

@@ -178,7 +178,7 @@ class _ServerTracks:
             yield from _thread(pid, pid, "link")
 
     def take(self, line: events.Event) -> Iterator[bytes]:
-        """Apply a line; yield evictions, and what goes over the links of tiers."""
+        """Apply a line; yield evictions, and transfers over the links of tiers."""
         if self.builder.state.tiers and isinstance(line, TRANSFERS):
             yield from self._transfer(self.builder, line)
             return
@@ -261,7 +261,7 @@ class _ServerTracks:
             yield _first_token(pid, tid, first, begin)
 
     def _described(self, row: int) -> dict[str, Any]:
-        """Return what is said of a request."""
+        """Return the arguments shown for a request."""
         requests = self.builder.requests
         why = {"rejected": requests.rejected[row]} if row in requests.rejected else {}
         return {

@@ -1,4 +1,4 @@
-"""A plan for people: fleets that meet an SLO, and why no smaller one does; and as JSON."""
+"""Report on a plan: fleets that meet an SLO, and why no smaller one does."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class PlaneReport:
                 writer.writerow([*about, *sizes, *found, *shares])
 
     def plot(self, form: str) -> bytes:
-        """Return contours over both sizes as `png` or `svg` bytes: hits, and what they save.
+        """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.
 
         Raises:
             PluginError: matplotlib is not installed.

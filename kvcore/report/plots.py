@@ -393,7 +393,7 @@ class Latencies:
 
 
 def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return what was run, by one server or several."""
+    """Return the setup of the run, of one server or several."""
     if "replicas" not in summary:
         return SimulationReport(summary, config).setup
     from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - of several servers
@@ -402,7 +402,7 @@ def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def latency(found: Latencies, form: str) -> bytes:
-    """Plot the distribution of each latency, with its percentiles and what was expected."""
+    """Plot the distribution of each latency, with its percentiles and the SLO."""
     known = {name: sorted(times) for name, times in found.samples.items() if times}
 
     def draw(figure: Figure) -> None:
@@ -482,7 +482,7 @@ def _percentile(axes: Axes, percent: float, time: float, low: float) -> None:
 
 
 def _expected(axes: Axes, limit: float | None) -> None:
-    """Draw what is expected, if it is near what is drawn; else say it."""
+    """Draw the SLO if it is near the curve; otherwise write it."""
     if limit is None:
         return
     low, high = axes.get_xlim()
@@ -506,7 +506,7 @@ def _framed(
     caption: str,
     inches: tuple[float, float] = INCHES,
 ) -> bytes:
-    """Return a plot under a title, and above what was run."""
+    """Return a plot with a title above and the setup below."""
 
     def fill_in(figure: Figure) -> None:
         draw(figure)

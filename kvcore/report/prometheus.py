@@ -103,7 +103,7 @@ def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any
 
 
 def _of_cluster(config: Mapping[str, Any]) -> Labels:
-    """Return the labels of what is counted over all replicas of a cluster."""
+    """Return the labels of counts over all replicas of a cluster."""
     router = config["plugins"]["router"]
     routed_by = plugin_text(router["name"], router["options"])
     return {"workload": config["workload"]["name"], "router": routed_by}
@@ -214,7 +214,7 @@ def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) ->
 
 
 def _add_tiers(families: _Families, document: Mapping[str, Any], labels: Labels) -> None:
-    """Add what was looked up in each tier below the pool, hit, moved and dropped."""
+    """Add the lookups, hits, transfers and drops of each tier below the pool."""
     size = document["pool"]["block_size"]
     missed = document["hit"]["lookup_tokens"] - document["hit"]["hit_tokens"]
     for tier in document.get("tiers") or ():

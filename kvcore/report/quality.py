@@ -1,4 +1,4 @@
-"""What bounding and shrinking K/V loses, as a table, a JSON object and a plot."""
+"""Report on the quality of bounded and quantised K/V: a table, a JSON object and a plot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class QualityReport:
 
     @property
     def headline(self) -> str:
-        """Sentences that say what was compared."""
+        """Sentences on what was compared."""
         found = self.quality
         texts = counted(found.texts, "text")
         return (
@@ -75,7 +75,7 @@ class QualityReport:
 
     @property
     def rows(self) -> Iterator[list[str]]:
-        """Rows of the table: those with most bytes first."""
+        """Rows of the table, those with most bytes first."""
         for row in self.quality.rows:
             yield [
                 row.retention,
@@ -147,7 +147,7 @@ class QualityReport:
 
 
 def plot(report: QualityReport, form: str) -> bytes:
-    """Return a plot of the rows as `png` or `svg` bytes: what is lost, by bytes a token.
+    """Return a plot of the losses by bytes per token, as `png` or `svg` bytes.
 
     One panel a measure. A policy has a colour, a codec a line and a marker; the black line is
     all tokens in one codec after another.

@@ -1,4 +1,4 @@
-"""A comparison of routers for people: a table, and charts over the number of replicas."""
+"""Report on a comparison of routers: a table, and charts over the number of replicas."""
 
 from __future__ import annotations
 

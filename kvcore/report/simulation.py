@@ -1,4 +1,4 @@
-"""A simulation for people: what was run, whether it can last, and what came of it."""
+"""Report on a simulation: the setup, the results, and whether the load is sustainable."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PagingReport:
 
 
 def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of one run: what it is, and how much."""
+    """Yield the rows of one run: names and values."""
     seen, ttft = summary["fragmentation"], summary["ttft_s"]
     yield "running at a time", format_number(seen["running"])
     yield "completed", f"{summary['completed']:,}"
@@ -372,7 +372,7 @@ class SimulationReport:
         return ended
 
     def _served(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of what came through, what hit, and what was preempted."""
+        """Yield the rows on completed requests, hits and preemptions."""
         summary, hit = self.summary, self.summary["hit"]
         speed = summary["throughput_tokens_s"]
         if speed is not None:
@@ -445,7 +445,7 @@ class SimulationReport:
 
 
 def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return what there is to say of a tier in a run, by the names of the rows."""
+    """Return the figures of a tier in a run, by the names of the rows."""
     ratio, loads, dropped = tier["ratio"], tier["loads"], dict(tier["dropped_blocks"])
     used, seconds = tier["used_blocks"] / tier["slots"], summary["simulated_s"]
     cells = {
@@ -482,7 +482,7 @@ def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str,
 
 
 def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:
-    """Draw what is `shares[i]` from `times[i]` on: one bar for each of `width` equal times.
+    """Draw a step function: `shares[i]` from `times[i]` on, one bar per equal time.
 
     A bar of full height is a share of 1.
     """

@@ -1,4 +1,4 @@
-"""What a model's K/V takes and what fits, for people."""
+"""Report on the K/V of a model: bytes, blocks that fit, and bounds of speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep for people, the best policies first, and its rows as CSV, JSON or Parquet."""
+"""Report on a sweep, best policies first; its rows as CSV, JSON or Parquet."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SweepReport:
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table: what is varied, then the best by each measure."""
+        """The headers of the table: the varied options, then the best by each measure."""
         best = (header for each in self.measures for header in (each.title, each.unit))
         return [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
 

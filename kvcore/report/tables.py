@@ -71,7 +71,7 @@ class ComparisonReport:
 
     @property
     def setup(self) -> str:
-        """What was run, but for what the rows say."""
+        """The setup of the run, without what the rows state."""
         found = self.comparison
         return replay_setup(
             found.workload,

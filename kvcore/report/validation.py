@@ -1,4 +1,4 @@
-"""Measured and simulated servers for people: tables of errors, rows as CSV, and a plot."""
+"""Report on a validation: tables of errors, rows as CSV, and a plot."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class DrafterTests:
         return drafter
 
     def _run(self, drafter: Drafter | None, blocks: int) -> tuple[Any, bytes]:
-        """Serve texts that share beginnings; return what was generated, and the trace."""
+        """Serve texts with shared prefixes; return the generated tokens, and the trace."""
         texts = [
             text_request(
                 number,

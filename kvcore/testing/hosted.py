@@ -67,7 +67,7 @@ class HostedCache:
     def open(
         self, request: Request, tokens: int | None, now: int, *, resumed: bool = False
     ) -> Running:
-        """Admit `request`: pin what hits, and allocate what it will compute first."""
+        """Admit `request`: pin the blocks it hits, and allocate those of its first chunk."""
         host, keys = self.host, request.keys
         hits: list[Key] = []
         stale = None
@@ -149,7 +149,7 @@ class HostedCache:
         self.pool.free_blocks += len(victims) - need
 
     def _drop(self, top: Key, now: int) -> None:
-        """Drop what has expired and all below it, leaves first."""
+        """Drop expired blocks and all below them, leaves first."""
         branch = self.host.branch(top)
         for block in branch:
             self.host.dropped(block, now, reason="expired")

@@ -205,6 +205,6 @@ def _more(work: StepWork, what: str, place: int | None, random: Random) -> StepW
 
 
 def _unchanging(lengths: list[int], windows: Windows) -> int:
-    """Return for how many steps each context grows by the same, at most some."""
+    """Return the number of steps, up to a limit, in which each context grows equally."""
     filling = [w - length for w in windows if w for length in lengths if length < w]
     return min([_STEPS, *filling])

@@ -56,7 +56,7 @@ class TierStoreTests:
     """Whether `recover` finds what was there when the store was closed."""
 
     def make(self, **options: Any) -> Tier:
-        """Return a new tier; those of a test are to share what outlives a run."""
+        """Return a new tier; those of one test share what outlives a run."""
         raise NotImplementedError
 
     def pieces(self, block: StoredBlock) -> Iterable[Piece]:
@@ -341,7 +341,7 @@ def _read(store: TierStore, blocks: Sequence[StoredBlock]) -> bytes:
 
 
 def _check_same(found: list[StoredBlock], kept: list[StoredBlock]) -> None:
-    """Check that each block is kept once, whole; a store may number slots anew."""
+    """Check that each block is kept once and whole; a store may renumber slots."""
     assert len({block.slot for block in found}) == len(found)
     assert _texts(found) == _texts(kept)
 
@@ -351,7 +351,7 @@ def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:
 
 
 def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
-    """Flip bits of each piece, one after another; check what is read meanwhile."""
+    """Flip bits of each piece, one after another; check the blocks read meanwhile."""
     for whole, put in pieces:
         last = 8 * len(whole) - 1
         for bit in {*range(0, last, 97), *range(8), last}:
@@ -504,7 +504,7 @@ class _Traffic:
         return self.tiers.levels[0]
 
     def run(self, seed: int) -> list[tuple[int, ...]]:
-        """Serve random requests; return what has been decided for each."""
+        """Serve random requests; return the decisions on each."""
         random = Random(seed)  # noqa: S311
         decided: list[tuple[int, ...]] = []
         for request in random_requests(seed, 60, _TRAFFIC):
@@ -532,7 +532,7 @@ class _Traffic:
         self.close(0)
 
     def open(self, request: Request) -> bool:
-        """Open `request`, and begin to load what it did not hit; False if there is no room."""
+        """Open `request`, and start to load what it did not hit; False if there is no room."""
         try:
             seq = self.cache.open(request, None, self.now)
         except OutOfBlocks:

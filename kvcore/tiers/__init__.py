@@ -1,4 +1,4 @@
-"""Tiers: where K/V rests outside the pool, and how it moves."""
+"""Tiers: storage for K/V outside the pool, and the transfers between them."""
 
 from kvcore.tiers.hierarchy import Load, Tiers
 from kvcore.tiers.level import Level, Mover, Part, TierStats, path_ids

@@ -1,4 +1,4 @@
-"""The tiers below a cache: what moves down, what comes up, and which way is the faster.
+"""The tiers below a cache: what is written down, what is loaded, and when loading is faster.
 
          pool      <- the levels, nearest first: each has slots, a directory of spans like
       ----|----       that of the pool, an eviction policy, and a link
@@ -57,7 +57,7 @@ class Load:
 
 
 class Tiers:
-    """The tiers below a cache, and what is on its way between them and the pool.
+    """The tiers below a cache, and the transfers between them and the pool.
 
     Args:
         cache: the cache, which has served nothing yet.
@@ -115,7 +115,7 @@ class Tiers:
             level.mover = mover
 
     def describe(self) -> None:
-        """Write the tiers into the header of the trace, with what was found in them."""
+        """Write the tiers into the header of the trace, with their recovered blocks."""
         if self.cache.trace is not None:
             self.cache.trace.describe(
                 tiers=[
@@ -302,7 +302,7 @@ class Tiers:
         return load
 
     def finish(self, load: Load, now: int) -> int:
-        """Commit what was loaded; return how many tokens of the sequence are computed then.
+        """Commit loaded blocks; return how many tokens of the sequence are computed then.
 
         Blocks that were not as they should be, and those after them, are left to be computed.
         """
@@ -381,7 +381,7 @@ class Tiers:
         return load
 
     def _came(self, seq: Holder, end: int, now: int) -> None:
-        """Leave what has come ahead of a request, up to position `end`, in the pool."""
+        """Keep the prefetched blocks of a request, up to position `end`, in the pool."""
         # Not `KVCache.commit`: what the request itself may forget is decided when it is here.
         if end > seq.span.end:
             self.cache.tree.commit(seq, end, now)
@@ -391,7 +391,7 @@ class Tiers:
     def _await(
         self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool
     ) -> Load | None:
-        """Return a wait for what is on its way ahead of `seq`, unless computing is faster.
+        """Return a wait for blocks being prefetched for `seq`, unless computing is faster.
 
         No load of its own could bring the same blocks sooner, since a link takes its turns.
         """
@@ -410,7 +410,7 @@ class Tiers:
         return Load(seq, [], ahead.ready, end * size, resumed, awaited=ahead)
 
     def _take_over(self, load: Load, awaited: Load, now: int) -> int:
-        """Make a sequence use what has come ahead of it; return how many tokens it has then."""
+        """Give a sequence the blocks prefetched for it; return how many tokens it has then."""
         seq, size = load.seq, self.cache.geometry.block_size
         end = self.cache.tree.match(seq.keys, load.tokens // size, now).blocks
         for part in awaited.parts:

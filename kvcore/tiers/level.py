@@ -1,4 +1,4 @@
-"""One tier in a run: its slots, what is in them, its link, and what moves through it."""
+"""One tier in a run: its slots and their content, its link, and its transfers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Requester(NamedTuple):
 
 
 class Level:
-    """A tier in one run: its slots, what is in them, and its link.
+    """A tier in one run: its slots, their content, and its link.
 
     Attributes:
         name: what traces and reports call it; unique among the levels of a cache.
@@ -369,7 +369,7 @@ class Level:
         return Part(self, holder, first, end)
 
     def give_back(self, part: Part, right: int | None, now: int) -> None:
-        """Unpin what was loaded, of which the first `right` blocks were as they should be.
+        """Unpin loaded blocks, of which the first `right` ones were intact.
 
         None: nobody has looked, since blocks before them were not.
         """

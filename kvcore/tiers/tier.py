@@ -1,4 +1,4 @@
-"""The tier contract: where K/V may rest outside the pool, and what it costs to move it."""
+"""The tier contract: storage for K/V outside the pool, and the cost of moving it."""
 
 from __future__ import annotations
 

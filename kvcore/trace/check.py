@@ -1,4 +1,4 @@
-"""The check of a trace: whether what it says could have happened, line by line."""
+"""The check of a trace: whether its lines describe a run that could have happened."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ClusterTrace:
         return recorder
 
     def begin(self, router: Mapping[str, Any], **header: Any) -> None:
-        """Describe the cluster in the header: that of replica 0, and what others differ in.
+        """Describe the cluster in the header: replica 0, and how others differ.
 
         Args:
             router: name and options of the router.

@@ -1,4 +1,4 @@
-"""The check of a cluster's trace: that of each replica's lives, and of the routing between."""
+"""The check of a cluster's trace: of each replica's lives, and of the routing between them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CheckedReplica:
             self._life.apply(event)
 
     def report(self) -> dict[str, Any]:
-        """Return its state, and counts over all lives, as a report has those of a server."""
+        """Return its state, and counts over all lives, in the form of a server's report."""
         own = self.life.report()
         hits = attrs.evolve(self.hits)
         hits.add(self.life.state.hits)
@@ -309,7 +309,7 @@ class ClusterChecker:
         replica.sent.update(request.keys, request.output_keys or ())
 
     def _must_be_in_pool(self, event: events.Route, request: events.Request) -> None:
-        """Check that a replica is one that does what it is sent a request for."""
+        """Check that a replica belongs to the pool of the phase it is sent."""
         leg = event.leg if isinstance(event.leg, str) else ""
         if self._pools is None:
             fits = not leg

@@ -1,4 +1,4 @@
-"""The events of a trace, one Struct each: what a line holds, and the check of a line read.
+"""The events of a trace, one Struct each: the fields of a line, and their validation.
 
 `kvcore.cache.Recorder` has a method for each of them; a test compares the two. This module
 imports msgspec, which takes as long as a tenth of kvcore: import it where lines are read.
@@ -590,7 +590,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def find_fault(line: Any) -> str | None:
-    """Return what is wrong with a line, a value parsed from JSON; None if nothing is."""
+    """Return what is wrong with a line, a value parsed from JSON; None if it is valid."""
     if type(line) is not dict:
         return f"a line must be a JSON object, not {_shown(line)}"
     name = line.get("event")

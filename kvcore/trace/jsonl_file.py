@@ -71,7 +71,7 @@ _Item = TypeVar("_Item")
 
 
 class BackgroundFile(io.RawIOBase):
-    """The raw file below a write buffer, whose work is done by a thread.
+    """The raw file below a write buffer; a thread does its work.
 
     The thread digests, compresses (`.gz`, `.zst`) and writes one buffer while the next one is
     filled; an error it meets is raised by the next call. A path is written as an `AtomicFile`,
@@ -354,7 +354,7 @@ class SealedReader(ABC, Generic[_Item]):
 
     @abstractmethod
     def _parse(self, raw: bytes) -> _Item:
-        """Return the item of a line, whose number is `line`, after all checks of it alone.
+        """Return the item of line number `line`, after all checks of that line alone.
 
         Calls `fail` for a wrong line, and `_expect_end` for END.
         """

@@ -1,4 +1,4 @@
-"""What a pool may hand out, and what a cache may match: kept beside the state of a trace."""
+"""The order of a pool's block ids, and the content of its cache, for the check of a trace."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class AllocationOrder:
         self._copied = copy
 
     def serve(self, requester: int | str) -> None:
-        """Settle what was evicted for another request."""
+        """Settle the evictions for another request than `requester`."""
         if requester != self._requester:
             self.settle()
             self._requester = requester

@@ -50,7 +50,7 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a line of a trace, which is what its reader accepts."""
+    """Return the JSON Schema of a trace line, as its reader accepts it."""
     import msgspec  # noqa: PLC0415  (slow)
 
     from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)

@@ -276,7 +276,7 @@ class TracedSequence:
 
 
 def path(span: TracedSpan) -> Iterator[TracedSpan]:
-    """Yield `span` and what is above it, up to the first blocks of the prompt."""
+    """Yield `span` and its ancestors, up to the first blocks of the prompt."""
     while span.parent is not None:
         yield span
         span = span.parent

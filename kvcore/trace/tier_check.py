@@ -1,4 +1,4 @@
-"""The check of what a trace says of its tiers.
+"""The check of the tier lines of a trace.
 
 Between two lines of the pool stand those of tiers, in the order in which they happen:
 
@@ -152,7 +152,7 @@ class TierChecker:
         event: Any,
         begins: bool,  # noqa: FBT001 - as above
     ) -> None:
-        """Check that a line of the pool may stand here, and record what it leads to."""
+        """Check that a line of the pool may stand here, and record its effects."""
         name, seq = event.event, getattr(event, "seq", -1)
         self._must_be_settled(event, begins)
         if seq in self._tiers.loads:
@@ -198,7 +198,7 @@ class TierChecker:
             violated(f"sequence {event.seq} is there to load blocks before a request arrives")
 
     def arrive(self, event: events.Request, known: TracedPrompt) -> None:
-        """Check that a request which arrives has asked for what was loaded ahead of it.
+        """Check that an arriving request has the prompt that was prefetched for it.
 
         Raises:
             ViolationError: it has not, or not so early, or it has another prompt.
@@ -234,7 +234,7 @@ class TierChecker:
             self._hit_due, self._hit_by = False, None
 
     def _must_commit(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
-        """Check that what was loaded is committed before anything else happens."""
+        """Check that loaded blocks are committed before anything else happens."""
         assert self._owed is not None
         seq, upto = self._owed
         if self._state.sequence(seq).span.end >= upto:

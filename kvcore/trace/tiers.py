@@ -1,4 +1,4 @@
-"""The tiers of a traced run: what lies in each, rebuilt from the lines alone."""
+"""The tiers of a traced run: the content of each, rebuilt from the lines alone."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _values(name: str, given: Any) -> tuple[Any, ...]:
 
 
 def _resolved(name: str, value: Any) -> Any:
-    """Return a value in the one form that names it: what is equal then is one cell."""
+    """Return the canonical form of a value, so that equal values are one cell."""
     try:
         if name == "workload":
             return value if isinstance(value, Spec) else _workload(value)

@@ -176,7 +176,7 @@ class WorkloadCache:
         return self._digests.get(key) or self._digests.setdefault(key, parts.workload.digest)
 
     def future(self, parts: RunParts) -> Future:
-        """Return the future references of a workload; those of the latest one are kept."""
+        """Return the future references of a workload; only the latest are kept in memory."""
         geometry = parts.geometry
         read = partial(Future.read, geometry=geometry)
         return self.kept(parts, read, geometry.accounting, geometry.block_size)
@@ -378,7 +378,7 @@ class CellRunner:
         self._known = WorkloadCache()
 
     def attempt(self, task: Task) -> Outcome:
-        """Run a task; what it raises is its outcome, so that the other cells go on."""
+        """Run a task; an exception becomes its outcome, so that other cells continue."""
         begin = perf_counter()
         try:
             result = task.run(self._known)

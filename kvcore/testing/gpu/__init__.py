@@ -1,1 +1,1 @@
-"""Everything that says CUDA, in one command: `python -m kvcore.testing.gpu`."""
+"""All tests and benchmarks that need a GPU, in one command: `python -m kvcore.testing.gpu`."""

@@ -125,7 +125,7 @@ def _part(name: str, run: Run, backend: str, folder: Path, limit: float) -> Part
 
 
 def _tests(chosen: str) -> Run:
-    """Return what runs tests of `device_tests` whose names contain `chosen`."""
+    """Return a function that runs the tests of `device_tests` with `chosen` in their names."""
 
     def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
         report = folder / f"{chosen}.xml"
@@ -192,7 +192,7 @@ def _bench(*options: str) -> Run:
 def _run(
     command: Sequence[str], limit: float, variables: dict[str, str], folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run a process in `folder`, what it prints on stderr between what it prints on stdout."""
+    """Run a process in `folder`, and merge its stderr into its stdout."""
     return subprocess.run(  # noqa: S603
         command,
         check=False,

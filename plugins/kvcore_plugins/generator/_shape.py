@@ -1,4 +1,4 @@
-"""What generators have in common: the shape of a model, with the sizes that options replace."""
+"""The shape of a generator's model, with the sizes that options replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention that queries to come are expected to give."""
+"""Expected attention: tokens that future queries are expected to attend to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heavy hitters, and the newest tokens."""
+"""H2O: heavy hitters, and the newest tokens."""
 
 from __future__ import annotations
 

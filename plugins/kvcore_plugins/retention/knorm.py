@@ -1,4 +1,4 @@
-"""Keys of small norm."""
+"""K-norm: tokens whose keys have a small norm."""
 
 from __future__ import annotations
 

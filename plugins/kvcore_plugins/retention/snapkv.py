@@ -1,4 +1,4 @@
-"""What the end of the prompt looks at."""
+"""SnapKV: tokens that the end of the prompt attends to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the newest token looks at."""
+"""TOVA: tokens that the newest token attends to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions stay where they are: consistent hashing with bounded loads."""
+"""Session affinity: consistent hashing with bounded loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a job still takes, by what its scheduler may know of its length."""
+"""Estimates of the remaining time of a job, from what its scheduler may know of its length."""
 
 from __future__ import annotations
 
