@@ -84,7 +84,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "Any":
-    """Import a public name from its package at its first use."""
+    """Return a name of the front door, whose room is imported when it is first asked for."""
     if name in _ROOMS:
         return import_module(f"kvcore.{name}")
     if name in __all__:

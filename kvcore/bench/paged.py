@@ -505,7 +505,7 @@ class Bed:
         return worst, library
 
     def _stored_error(self, rows: Sequence[Tensor], table: list[int], tokens: int) -> float:
-        """Return the error of the stored K/V against the values that its codec gives."""
+        """Return how far what was stored is from what was given, as its codec has it."""
         codec = self.backend.layout.codec
         worst = 0.0
         found = self.backend.read(0, table, tokens)

@@ -465,7 +465,7 @@ def _rotated(
 def _lazily(
     maker: _Maker, tokens: int, dtype: str, codec: str | None = None, **fixed: Any
 ) -> Callable[..., Callable[[], Sequence[Row]]]:
-    """Return a function that allocates the pool and measures an operation of `Bed`."""
+    """Return what makes a measure of an operation of `Bed`, whose pool is allocated in it."""
 
     def made(operation: str, *arguments: Any, **how: Any) -> Callable[[], Sequence[Row]]:
         def measure() -> Sequence[Row]:

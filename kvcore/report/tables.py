@@ -71,7 +71,7 @@ class ComparisonReport:
 
     @property
     def setup(self) -> str:
-        """The setup of the run, without what the rows state."""
+        """What was run, but for what the rows say."""
         found = self.comparison
         return replay_setup(
             found.workload,
@@ -383,7 +383,7 @@ def _cell(result: Row | Infinite) -> str:
 
 
 def named(rows: list[Named]) -> list[tuple[str, Named]]:
-    """Prefix each row with the name of its policy, and its options where names are equal."""
+    """Put the name of its policy before each row, with options that tell namesakes apart."""
     named = []
     for row in rows:
         others = [other.options for other in rows if other.eviction == row.eviction]

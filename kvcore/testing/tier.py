@@ -320,11 +320,6 @@ def _path(
     ]
 
 
-def _with_keys(keys: Sequence[Key]) -> list[StoredBlock]:
-    """Return a first block of a prompt for each key."""
-    return [attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)]
-
-
 def _data(blocks: Sequence[StoredBlock]) -> bytes:
     """Return the bytes that belong to the text of `blocks`."""
     return b"".join(Random(block.chain).randbytes(_BYTES) for block in blocks)  # noqa: S311
