@@ -478,9 +478,9 @@ def plan(
         StorageError: the journal cannot be written.
     """
     from kvcore.analysis.planning import plan as search  # noqa: PLC0415 - as above
-    from kvcore.analysis.sweep import Journal, executor_named  # noqa: PLC0415 - as above
+    from kvcore.analysis.sweep import Journal  # noqa: PLC0415 - as above
+    from kvcore.analysis.sweep.plan import executor_for  # noqa: PLC0415 - as above
 
-    alone = jobs == 1 and executor == "local"
     with nullcontext() if journal is None else Journal(journal) as opened:
         return search(
             _given(workload),
@@ -491,7 +491,7 @@ def plan(
             tier=tier,
             policies=policies,
             journal=opened,
-            executor=None if alone else executor_named(executor, jobs),
+            executor=executor_for(executor, jobs),
             progress=progress,
             **_flat(options),
         )

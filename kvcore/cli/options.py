@@ -280,6 +280,19 @@ price_option = click.option(
 """The option that bills a workload as an API would."""
 
 
+executor_options = all_of(
+    click.option(
+        "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
+    ),
+    click.option(
+        "--executor",
+        metavar="WHERE",
+        help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
+    ),
+)
+"""The options that say where the simulations of a search run."""
+
+
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
     """Return the option of `name` for a verb that runs a trace again; None: as recorded."""
     text = text or option_help(name)

@@ -12,11 +12,12 @@ from click.core import ParameterSource
 
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
-from kvcore.analysis.sweep import Journal, executor_named
-from kvcore.analysis.sweep.plan import ThisProcess
+from kvcore.analysis.sweep import Journal
+from kvcore.analysis.sweep.plan import executor_for
 from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
     batching_options,
+    executor_options,
     part_options,
     poolwide_options,
     shared,
@@ -99,14 +100,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
     help=f"Directory for plan.json and the journal, with which it goes on after an "
     f"interruption.  [default: {RESULTS}]",
 )
-@click.option(
-    "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
-)
-@click.option(
-    "--executor",
-    metavar="WHERE",
-    help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
-)
+@executor_options
 @plot_option
 @json_option
 @click.pass_context
@@ -126,9 +120,6 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())
     not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
-    jobs, where = given["jobs"], given["executor"]
-    alone = jobs == 1 and where in (None, "local")
-    executor = ThisProcess() if alone else executor_named(where or "local", jobs)
     options = {
         name: given[name]
         for name in option_names()
@@ -148,7 +139,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 max_gpus=given["max_gpus"],
                 tier=HOST if not_given else given["tier"],
                 journal=journal,
-                executor=executor,
+                executor=executor_for(given["executor"], given["jobs"]),
                 progress=progress,
                 **options,
             )

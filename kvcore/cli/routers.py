@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from kvcore.analysis.routers import compare_routers
-from kvcore.analysis.sweep import executor_named
-from kvcore.analysis.sweep.plan import ThisProcess
+from kvcore.analysis.sweep.plan import executor_for
 from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
     batching_options,
+    executor_options,
     names_from_file,
     part_options,
     policy_options,
@@ -28,7 +28,7 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.cli.verb import plugin_completion, verb
 from kvcore.config.run_config import option_names
 from kvcore.plugins import Plugins
 from kvcore.report.routers import RoutersReport
@@ -75,14 +75,7 @@ def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]
 @shared("memory")
 @batching_options
 @traffic_options
-@click.option(
-    "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
-)
-@click.option(
-    "--executor",
-    metavar="WHERE",
-    help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
-)
+@executor_options
 @plot_option
 @json_option
 @click.pass_context
@@ -98,8 +91,6 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     """
     names_from_file(ctx, given | {"trace": None, "out": None})
     source = find_workload(given["workload"], Plugins(), given["seed"])
-    jobs, where = given["jobs"], given["executor"]
-    alone = jobs == 1 and where in (None, "local")
     options = {
         name: given[name]
         for name in option_names()
@@ -110,7 +101,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             source,
             given["routers"],
             given["replicas"],
-            executor=ThisProcess() if alone else executor_named(where or "local", jobs),
+            executor=executor_for(given["executor"], given["jobs"]),
             progress=progress,
             **options,
         )

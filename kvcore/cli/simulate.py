@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import click
@@ -49,7 +49,10 @@ from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
 if TYPE_CHECKING:
+    from kvcore.cluster import ClusterResult
+    from kvcore.config.cluster import ClusterParts
     from kvcore.report import SimulationReport
+    from kvcore.report.cluster import ClusterReport
 
 
 @verb(
@@ -100,33 +103,28 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one r
         _show_rules(config)
         return
     if config.is_cluster:
-        from kvcore.cli.cluster import simulate_replicas  # noqa: PLC0415 - of several servers
-
-        simulate_replicas(config, given, named)
-        return
-    _check_alone(ctx, named)
-    parts = RunParts(config, naming=named)
-    out = given["out"]
+        parts: RunParts = _cluster_parts(config, given, named)
+    else:
+        _check_alone(ctx, named)
+        parts = RunParts(config, naming=named)
     with outputs(parts, given) as (trace, write_metrics):
-        measured = given["residency"]
-        result, document = _run(
-            parts, trace, config.allocation, residency=measured, live=given["live"]
-        )
+        result, document = _simulated(parts, trace, given)
         write_metrics(result, document)
         if config.allocation == "contiguous":
-            paged, asked = _run(parts, None, "paged", residency=measured)
+            paged, asked = _run(parts, None, "paged", residency=given["residency"])
             document |= {"config": asked["config"], "paged": paged.summary()}
         if given["price"] is not None:
             from kvcore.analysis.billing import bill  # noqa: PLC0415 - for prices alone
 
             document["bill"] = bill(parts.workload, given["price"], log=result.log).as_dict()
-        if out is not None:
+        if given["out"] is not None:
             parted = ("config", "paged", "bill")
             more = {name: document[name] for name in parted if name in document}
-            result.write(out, **more)
+            result.write(given["out"], **more)
     saturation = result.saturation
     searching = given["search"] and saturation is not None and saturation.saturated
-    searching = searching and result.drafter is None  # it decodes without drafts
+    # A run with drafts is not searched: a search decodes without them.
+    searching = searching and not (isinstance(result, Result) and result.drafter)
     if given["as_json"]:
         if searching:
             document["saturation"] |= {"holds": _searched(parts, result)}
@@ -171,12 +169,41 @@ def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
             raise InputError(msg)
 
 
-def _searched(parts: RunParts, result: Result) -> dict[str, float | int]:
+def _searched(parts: RunParts, result: Any) -> dict[str, float | int]:
     """Search for what would hold, and show on stderr how many simulations that took."""
-    from kvcore.analysis import find_capacity  # noqa: PLC0415 - nothing else needs it
+    from kvcore.analysis import capacity  # noqa: PLC0415 - nothing else needs it
 
+    search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
     with progress("searching for what would hold: simulations", None) as tick:
-        return find_capacity(parts, result, tick)
+        found: dict[str, float | int] = search(parts, result, tick)
+    return found
+
+
+def _cluster_parts(
+    config: RunConfig, given: Mapping[str, Any], naming: Callable[[str], str]
+) -> ClusterParts:
+    from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - of several servers
+
+    if given["live"]:
+        msg = "--live shows one server: write a --trace, and see that with kvcore view"
+        raise InputError(msg)
+    return ClusterParts(config, naming=naming)
+
+
+def _simulated(
+    parts: RunParts, trace: Any, given: Mapping[str, Any]
+) -> tuple[Result | ClusterResult, dict[str, Any]]:
+    """Return the result of one server or several, and its JSON document."""
+    allocation, measured = parts.config.allocation, given["residency"]
+    if not parts.many:
+        return _run(parts, trace, allocation, residency=measured, live=given["live"])
+    from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - of several servers
+
+    several, source = cast("ClusterParts", parts), parts.workload
+    with progress(f"simulating {source.name}", source.size) as tick:
+        requests = ticked(source, tick)
+        result = simulate_cluster(requests, **several.cluster(trace), residency=False)
+    return result, cluster_document(several, result)
 
 
 def _run(
@@ -204,7 +231,11 @@ def _run(
     return result, document_of(parts, result, made["scheduler"])
 
 
-def _print(result: Result, document: dict[str, Any], *, searching: bool) -> SimulationReport:
+def _print(
+    result: Result | ClusterResult, document: dict[str, Any], *, searching: bool
+) -> SimulationReport | ClusterReport:
+    if not isinstance(result, Result):
+        return _print_cluster(result, document, searching=searching)
     from kvcore.report import PagingReport  # noqa: PLC0415 - JSON does without it
 
     report = report_of(result, document, document["config"], searching=searching)
@@ -215,6 +246,26 @@ def _print(result: Result, document: dict[str, Any], *, searching: bool) -> Simu
     table = paging.headers, paging.rows, paging.headers[1:]
     told = report.warning, report.headline, paging.headline
     print_sections(*told, table, f"{paging.reading}\n{report.setup}")
+    return report
+
+
+def _print_cluster(
+    result: ClusterResult, document: dict[str, Any], *, searching: bool
+) -> ClusterReport:
+    from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - JSON does without it
+
+    refusal = next(iter(result.log.reasons.values()), None)
+    report = ClusterReport(document, document["config"], refusal, searching)
+    columns = report.columns
+    print_sections(
+        report.warning,
+        report.headline,
+        (["time", *columns], report.times, columns),
+        (["quantity", "amount"], report.amounts, ()),
+        (report.headers, report.replicas, report.headers[1:]),
+        report.reading,
+        f"{report.closing}\n{report.setup}",
+    )
     return report
 
 
@@ -295,6 +346,15 @@ def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[s
     )
     tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
     return {**result.summary(), "config": parts.describe(*plugins, *tiers)}
+
+
+def cluster_document(parts: ClusterParts, result: ClusterResult) -> dict[str, Any]:
+    """Return the JSON document of a cluster."""
+    first = result.lives[0][0].cache
+    plugins = (parts.scheduler(), first.eviction, first.prefix, first.retention)
+    tiers = () if first.tiers is None else (level.tier for level in first.tiers.levels)
+    more = parts.latency(), result.router, *tiers
+    return {**result.summary(), "config": parts.describe(*plugins, *more)}
 
 
 def report_of(

@@ -220,6 +220,12 @@ def executor_named(text: str, jobs: int | None = None) -> Processes | RayCluster
     raise InputError(msg)
 
 
+def executor_for(where: str | None, jobs: int | None) -> Executor:
+    """Return this process for one local task at a time, otherwise as `executor_named`."""
+    alone = jobs == 1 and where in (None, "local")
+    return ThisProcess() if alone else executor_named(where or "local", jobs)
+
+
 @attrs.frozen
 class Plan:
     """The cells of a grid, each of which can be run.
