@@ -63,7 +63,7 @@ def hint_borders(steps: list[PriorityStep]) -> list[int]:
 
 
 def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
-    """Give `deepest` and the spans above it the priorities that `steps` ask for.
+    """Raise `deepest` and the spans above it to the priorities that `steps` ask for.
 
     They have been split where hints begin and end. O(spans · hints).
     """
@@ -87,7 +87,7 @@ def may_append(span: Span, priority: int, until: int | None) -> bool:
 
 
 def raise_priority(span: Span, priority: int, until: int | None, now: int) -> None:
-    """Give `span` at least `priority`, and for at least as long."""
+    """Raise `span` to at least `priority`, for at least as long."""
     reset_lapsed_priority(span, now)
     if span.priority < priority:
         span.priority, span.priority_until = priority, until
@@ -104,7 +104,7 @@ def reset_lapsed_priority(span: Span, now: int) -> None:
 
 
 def raise_priority_above(span: Span, now: int) -> None:
-    """Give every ancestor of `span` at least its priority, for at least as long. O(path)."""
+    """Raise every ancestor of `span` to at least its priority, for as long. O(path)."""
     parent = span.parent
     while parent is not None and parent.parent is not None:
         raise_priority(parent, span.priority, span.priority_until, now)

@@ -192,7 +192,7 @@ class KVCache:
     def _match_generated(
         self, request: Request, match: PrefixMatch, now: int, target: int
     ) -> tuple[list[Key], PrefixMatch] | None:
-        """Return the keys and the match of a preempted request with what it has generated.
+        """Return the keys and the match of a preempted request, generated blocks included.
 
         None where no generated block can follow what `match` has found of its prompt.
         """
@@ -277,7 +277,7 @@ class KVCache:
         target: int | None = None,
         reserve: int = 0,
     ) -> Sequence:
-        """Admit `request`: pin what it hits, allocate what it will compute first.
+        """Admit `request`: pin the blocks it hits, and allocate those it computes first.
 
         All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
         is the rest of `target`, the tokens to be computed before the next one is generated:
@@ -465,7 +465,7 @@ class KVCache:
             self._retain(self.retention, seq, now)
 
     def keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
-        """Let the generated blocks of `seq` stay cached that its first `tokens` tokens fill.
+        """Cache the generated blocks of `seq` that its first `tokens` tokens fill.
 
         For output to which the workload gives no keys: only this request can hit these blocks,
         when it returns after a preemption. Called before `close`; `seq` generates no more.
@@ -768,7 +768,7 @@ class KVCache:
         return None
 
     def _copy_tail(self, seq: Sequence, tail: int, copy: int, now: int) -> None:
-        """Put the block `copy` in the place of `tail`, the last of `seq`."""
+        """Replace `tail`, the last block of `seq`, by the block `copy`."""
         assert isinstance(self.pool, BlockPool)
         assert seq.private is not None
         self.pool.unshare(tail)
@@ -833,12 +833,12 @@ class KVCache:
         )
 
     def adopt(self, request: Request) -> None:
-        """Let `request`, which another server has admitted, be opened here as one resumed."""
+        """Mark `request`, admitted by another server, to be opened as a resumed one."""
         if self.trace is not None:
             self._admitted.add(request.id)
 
     def disown(self, request: Request) -> None:
-        """Let `request`, which is served elsewhere from now on, come here as a new one."""
+        """Forget `request`, which is served elsewhere from now on: here it would be new."""
         self._admitted.discard(request.id)
 
     def _check_admission(self, request: Request, *, resumed: bool) -> None:

@@ -18,7 +18,7 @@ PIN_SHARE = 0.5
 
 @attrs.define(order=True)
 class Pin:
-    """What a client has pinned: the path from the root to `span`, until a time.
+    """A client's pin: the path from the root to `span`, until it expires.
 
     It counts in `ref_count` of these spans, as a sequence that is open for so long would: so
     it holds for every eviction policy.
@@ -35,7 +35,7 @@ class Pin:
 
 
 class PinnedTree(Protocol):
-    """What pins need of the tree whose spans they hold."""
+    """The part of a span tree that pins use."""
 
     root: Span
     pool: CountingPool
@@ -78,7 +78,7 @@ class ClientPins:
 
     @property
     def next_end(self) -> int:
-        """When (ns) the first of them ends. There is one."""
+        """The time (ns) at which the next pin expires. There is one."""
         return self._heap[0].until
 
     def pin(self, seq: Sequence, until: int) -> None:
@@ -120,12 +120,12 @@ class ClientPins:
             self.held[upper] = self.held[lower]
 
     def end(self, now: int) -> None:
-        """End the pins whose time has come. O(their spans)."""
+        """Remove expired pins. O(their spans)."""
         while self._heap and self._heap[0].until <= now:
             self._end_first(now)
 
     def make_way(self, blocks: int, now: int) -> bool:
-        """End pins, the first to end first, until `blocks` blocks are free or evictable.
+        """Remove pins, in order of expiry, until `blocks` blocks are free or evictable.
 
         Returns False, and ends none, if all of them are not enough. O(pinned spans).
         """
@@ -139,7 +139,7 @@ class ClientPins:
         return True
 
     def _end_first(self, now: int) -> None:
-        """End the pin that is the first to end."""
+        """Remove the pin that expires first."""
         span = deepest = heappop(self._heap).span
         while span is not self._tree.root:
             self.held[span] -= 1

@@ -14,7 +14,7 @@ MOST_BLOCKS = 2**31 - 1
 
 
 class CountingPool:
-    """Counts free blocks, for runs in which nobody reads a block id.
+    """Counts free blocks, for runs that do not need block ids.
 
     Decides nothing differently from `BlockPool`: no policy sees an id. All methods O(1).
 

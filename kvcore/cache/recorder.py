@@ -122,7 +122,7 @@ class Recorder(ABC):
         how: Literal["new", "grown", "same", "shared"],
         generated: bool = False,
     ) -> None:
-        """Write COMMIT: `blocks` blocks of `seq` from `first` on are those of `span` now.
+        """Write COMMIT: `blocks` blocks of `seq`, from `first` on, belong to `span` now.
 
         `generated`: they are output without keys, which only this request can hit again.
         """
@@ -316,7 +316,7 @@ class Recorder(ABC):
     def load(
         self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int
     ) -> None:
-        """Write LOAD: so many blocks from `tier` are in the private blocks of `seq`."""
+        """Write LOAD: blocks from `tier` were loaded into private blocks of `seq`."""
         self.write({
             "n": 0, "t": now, "event": "LOAD", "tier": tier, "request": request,
             "seq": seq, "first": first, "blocks": blocks,

@@ -110,14 +110,14 @@ class Refaults:
             start = stop
 
     def _remember(self, key: Key, run: EvictedRun) -> None:
-        """Remember a run, and what has left after its end and began in the same key."""
+        """Store an evicted run, and merge those that continued it and began in the same key."""
         after = self._taken(key)
         if after is not None and after[0] == run[1]:
             run = run[0], after[1], after[2], run[3]
         self._young[key] = run
 
     def _taken(self, key: Key) -> EvictedRun | None:
-        """Forget the run that begins in `key`, and return it."""
+        """Remove and return the run that begins in `key`."""
         found = self._young.pop(key, None)
         return self._old.pop(key, None) if found is None else found
 
@@ -274,7 +274,7 @@ class Residency:
 
     @property
     def thrashing(self) -> bool:
-        """Whether the tier spends itself on bringing back what it has just evicted.
+        """Whether the cache thrashes: it keeps bringing back blocks that it has just evicted.
 
         All of these hold, in blocks:
 

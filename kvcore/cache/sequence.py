@@ -96,7 +96,7 @@ class Sequence:
 
     @property
     def held(self) -> int:
-        """Computed tokens whose K/V is in its table: those that the next one attends to."""
+        """The computed tokens with K/V in its table: the next token attends to these."""
         return self.computed + self.compacted - self.dropped_tokens
 
     @property
@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its text is computed; False where its output is not known."""
+        """Whether all of its text is computed; False if its output is not known."""
         request = self.request
         last = request.prompt_tokens + request.output_tokens - 1
         return request.output_tokens > 0 and self.position >= last
@@ -189,7 +189,7 @@ class Sequence:
 
 
 def merge_holes(holes: Iterable[Hole]) -> tuple[Hole, ...]:
-    """Return disjoint holes in order, those that touch as one."""
+    """Return disjoint holes in order; adjacent ones are merged."""
     parts: list[Hole] = []
     for first, end in sorted(holes):
         if parts and parts[-1][1] == first:

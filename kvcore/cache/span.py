@@ -84,7 +84,7 @@ class Span:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing cached continues it."""
+        """Whether it has no children."""
         return not self.children
 
     @property

@@ -35,7 +35,7 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
-    """Hears what a tree stores and loses, between two changes: tiers below it, or a router.
+    """Receives what a tree stores and loses between two changes: tiers below it, or a router.
 
     It does not hear of generated blocks without keys (`Span.is_generated`), which nobody else
     can use.
@@ -217,7 +217,7 @@ class SpanTree:
         missed: bool,  # noqa: FBT001 - a keyword costs more than the rest of some calls
         resumed: bool,  # noqa: FBT001
     ) -> None:
-        """Admit `seq`: pin what it hits, and allocate `need` private blocks. O(its spans).
+        """Admit `seq`: pin the spans it hits, and allocate `need` private blocks. O(its spans).
 
         What has expired is dropped, and the span in which the hit ends is split. `missed`:
         not all that could hit did. A `resumed` request finds its own blocks, which neither
@@ -255,7 +255,7 @@ class SpanTree:
             self._record_hit(seq, now, resumed)
 
     def missed(self, request: Request, hit: int, now: int) -> None:
-        """Tell the policy that `request` has hit `hit` blocks, and not all that it could."""
+        """Call the policy's `on_miss`: `request` has hit `hit` blocks, fewer than it could."""
         if self._on_miss is not None:
             self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
 
@@ -381,7 +381,7 @@ class SpanTree:
                 self._store(seq, min(end, upto), priority, until, now)
 
     def _switch_to_cached(self, seq: Sequence, upto: int, now: int) -> None:
-        """Put cached blocks in the place of those that `seq` has computed as well."""
+        """Replace blocks that `seq` has computed by cached ones of the same content."""
         top = seq.span
         span, end = self._call(self.index, "match", self._match, seq.keys, upto, top)
         path: list[Span] = []
@@ -498,7 +498,7 @@ class SpanTree:
         ids: Ids | None,
         now: int,
     ) -> Span:
-        """Put a new span below the deepest of `seq`, and make it the deepest."""
+        """Insert a new span below the deepest span of `seq`, and make it the deepest."""
         parent, request = seq.span, seq.request
         self._last_id += 1
         self._created += 1
@@ -560,7 +560,7 @@ class SpanTree:
                 self._pin_for_fork(other, span, first, now)
 
     def _pin_for_fork(self, seq: Sequence, deepest: Span, first: int, now: int) -> None:
-        """Put the spans down to `deepest` in the place of private blocks of `seq`.
+        """Replace private blocks of `seq` by the spans down to `deepest`, and pin these.
 
         From position `first` on these are the same blocks; before it, duplicates.
         """
@@ -745,7 +745,7 @@ class SpanTree:
         return span, count if count < missing else missing
 
     def _why_not(self, answer: object) -> str:
-        """Return what is wrong with a victim."""
+        """Return why `span` is no victim."""
         if not isinstance(answer, Span):
             why = f"{answer!r}, which is no span"
         elif answer.geometry is not self.geometry:
@@ -786,7 +786,7 @@ class SpanTree:
             self._call(self.eviction, "on_leaf", self._on_leaf, parent)
 
     def _trim(self, span: Span, blocks: int) -> None:
-        """Cut `blocks` blocks from the tail of a leaf, and tell the policy."""
+        """Cut `blocks` blocks from the tail of a leaf, and call the policy."""
         if self._index_remove is not None:
             self._call(self.index, "remove", self._index_remove, span, span.end - blocks)
         span.end -= blocks
@@ -803,7 +803,7 @@ class SpanTree:
         self.discard(top, now, "expired")
 
     def discard(self, top: Span, now: int, reason: str) -> None:
-        """Free `top` and all below it, leaves first, but for what is pinned. O(those spans)."""
+        """Free `top` and all below it, leaves first, except pinned spans. O(those spans)."""
         order = [top]
         for span in order:
             order.extend((span.children or {}).values())
@@ -819,7 +819,7 @@ class SpanTree:
             span = parent
 
     def _leave(self, span: Span, now: int, reason: str) -> None:
-        """Free an unpinned leaf, whose blocks become free."""
+        """Remove an unpinned leaf, and free its blocks."""
         ids = None if span.ids is None else span.ids[::-1]
         if self.watcher is not None and not span.is_generated:
             self.watcher.leaving(span, span.blocks, now, reason)

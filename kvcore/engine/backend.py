@@ -241,7 +241,7 @@ class Backend(Plugin):
     def move_tokens(
         self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
     ) -> None:
-        """Put tokens of the blocks `table` into the blocks `into`, in one layer.
+        """Move tokens of the blocks `table` into the blocks `into`, in one layer.
 
         `moves` are integers on the host, `[3, n]`: K/V head, place in `table`, place in `into`
         of each token that moves. The two may have blocks in common; all tokens are read before

@@ -64,7 +64,7 @@ class TokenRatio:
         return max(self._value - (step - self._since) * (self._first - low) / 600, low)
 
     def restart(self, step: int) -> None:
-        """Start anew: nothing runs."""
+        """Reset to the initial ratio: nothing runs."""
         self._value, self._since = self._first, step
 
     def preempted(self, left: Iterable[Job], step: int) -> None:
@@ -275,7 +275,7 @@ class Batcher:
         self.changed = True
 
     def prefetch(self, request: Request, now: int, arrival: int) -> None:
-        """Begin to load what tiers have of `request`, which arrives at `arrival` (ns).
+        """Start to load what tiers have of `request`, which arrives at `arrival` (ns).
 
         Blocks for which running jobs have the watermark are left to them.
         """
@@ -332,7 +332,7 @@ class Batcher:
         self.changed = True
 
     def retire(self, job: Job) -> None:
-        """Note that `job` has all its tokens, before it gives back its slot and its blocks."""
+        """Record that `job` has all its tokens, before its slot and blocks are freed."""
         if job.stage == DECODE:
             assert job.seq is not None
             self._cache.settle(job.seq, job.request.prompt_tokens + job.output_tokens - 1)
@@ -372,7 +372,7 @@ class Batcher:
             self._call("finished", self._finished, job, now)
 
     def abort(self, job: Job, now: int) -> bool:
-        """Take `job` off the server before its end, with all that it holds.
+        """Remove `job` from the server before its end, and free its slot and blocks.
 
         Return False if that has to wait: a transfer still writes into its blocks, or it has
         been preempted and has none, and ends when it is admitted again.
@@ -454,7 +454,7 @@ class Batcher:
             self._publish(now)
 
     def _publish(self, now: int) -> None:
-        """Let the blocks be hit that the chunks planned so far will fill, if that is the rule.
+        """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
 
         After those of all prompts that go on: none of these can be preempted any more, so that
         what is published is computed.
@@ -650,7 +650,7 @@ class Batcher:
         return True
 
     def _headroom(self, job: Job, ratio: TokenRatio) -> int:
-        """Return how many blocks `job` must leave, for what it and the others will generate."""
+        """Return how many blocks `job` must leave free for future output, its own included."""
         step, size = self._steps.count, self._cache.geometry.block_size
         if not (self.running or self.paused):
             ratio.restart(step)
@@ -771,7 +771,7 @@ class Batcher:
         self._full = False
 
     def _keep_generated(self, job: Job, now: int, *, complete: bool) -> None:
-        """Let the full blocks that `job` has generated stay cached, if all do.
+        """Cache the full blocks that `job` has generated, if generated blocks stay cached.
 
         If it is not `complete`, its newest token is not known yet, nor the block that it fills.
         """
@@ -783,7 +783,7 @@ class Batcher:
         self._cache.keep_generated(job.seq, tokens, now)
 
     def _make_room(self, job: Job, now: int) -> bool:
-        """Preempt the last in order for `job`, if nothing else will ever free any blocks.
+        """Preempt the last in order for `job`, if no other event can free blocks.
 
         That is so when no job runs and the jobs that hold blocks are paused. Return whether
         one was preempted.
@@ -855,7 +855,7 @@ class Batcher:
             raise PolicyError(msg)
 
     def _rank(self, job: Job, now: int) -> None:
-        """Ask for the priority of a waiting job, and when to ask again."""
+        """Return the priority of a waiting job, and when to ask for it again."""
         job.rank = self._priority(job, now)
         if self._changes_at is not None:
             due = self._call("changes_at", self._changes_at, job, now)

@@ -155,7 +155,7 @@ class ContiguousAllocator(MeasuredAllocator):
         return seq
 
     def close(self, job: Job, now: int, length: int | None = None) -> None:
-        """Give the piece of `job` back."""
+        """Free the piece of `job`."""
         del length
         seq = job.seq
         assert seq is not None

@@ -170,7 +170,7 @@ class DecodeBatch:
             self._move(job, at, residue)
 
     def gain(self, job: Job, tokens: int) -> None:
-        """Give `job` so many tokens more than the step that has just ended gave to all.
+        """Add `tokens` tokens to `job` beyond those that the last step gave to all.
 
         O(jobs of its residue classes).
         """
@@ -187,7 +187,7 @@ class DecodeBatch:
         self._move(job, at - tokens, (before - tokens) % self._block_size)
 
     def _move(self, job: Job, at: int, residue: int) -> None:
-        """Let `job` finish at step `at`, and fill its blocks at other steps."""
+        """Reschedule `job` to finish at step `at`, and to fill its blocks at other steps."""
         _, admission, before, _ = self._ends[job]
         end = self._ends[job] = (at, admission, residue, job)
         heappush(self._finish, end)
@@ -555,7 +555,7 @@ class DecodeAllocator:
             return None
 
     def close(self, job: Job, now: int, length: int | None = None) -> None:
-        """Give the blocks of `job` back.
+        """Free the blocks of `job`.
 
         `length` is that of its text if it was in the batch until now; None: it was settled.
         """
@@ -651,7 +651,7 @@ class DecodeAllocator:
         return steps, times
 
     def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
-        """Run so many steps, or as many as there is room for, as `jump` does."""
+        """Run up to `steps` steps, or as many as there is room for, as `jump` does."""
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
         return self._batch.advance(clock_ps, times.segments(steps))

@@ -81,7 +81,7 @@ class Drafter(Plugin):
 
 
 class ModelCost:
-    """What a draft model takes: a pass over the step's tokens, and one more for each draft.
+    """Cost of a draft model: a pass over the step's tokens, and one more for each draft.
 
     The draft model is served on what serves the target, and reads K/V of its own. All
     decoding sequences are in every pass.
@@ -127,7 +127,7 @@ class ModelCost:
 
 
 class HeadCost:
-    """What extra heads take: their weights, in the pass that the served model makes anyway.
+    """Cost of extra heads: their weights, read in the pass of the served model.
 
     Args:
         target: the latency model of the served model.
@@ -148,7 +148,7 @@ class HeadCost:
 
 @attrs.define
 class DraftStats:
-    """What speculative decoding came to in a run.
+    """Counts of speculative decoding in a run.
 
     Attributes:
         outcomes: steps of sequences that decode, by (drafts, accepted drafts): each gives
@@ -177,7 +177,7 @@ class DraftStats:
         return sum(accepted * count for (_, accepted), count in self.outcomes.items())
 
     def plus(self, other: DraftStats) -> DraftStats:
-        """Return what it came to in both runs."""
+        """Return the sum of two runs."""
         return DraftStats(
             self.outcomes + other.outcomes,
             self.plain_ps + other.plain_ps,

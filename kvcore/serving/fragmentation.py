@@ -68,7 +68,7 @@ class MeasuredAllocator(DecodeAllocator):
         return seq
 
     def close(self, job: Job, now: int, length: int | None = None) -> None:
-        """Give the blocks of `job` back."""
+        """Free the blocks of `job`."""
         assert job.seq is not None
         if length is not None:
             self._cache.settle(job.seq, length)

@@ -24,7 +24,7 @@ LinearPiece: TypeAlias = tuple[int, ...]
 
 @attrs.define
 class StepWork:
-    """What one step computes, as far as its time depends on it.
+    """The work of one step, as far as its time depends on it.
 
     Attributes:
         prefill: prompt tokens, of all chunks together, and drafts that are verified.
@@ -41,7 +41,7 @@ class StepWork:
 
 
 class LatencyModel(Plugin):
-    """Gives the time of a step of a server. More work never takes less time.
+    """Predicts the time of a step of a server. More work never takes less time.
 
     The easy tier is one function, `seconds`, in seconds; every step is asked for by itself.
     The full tier is `pieces`: the time is the largest of a few lines in the context of the
@@ -66,7 +66,7 @@ class LatencyModel(Plugin):
 
     @property
     def windows(self) -> Windows:
-        """The attention windows the model tells apart: tokens, or None for no window."""
+        """The attention windows that the model distinguishes: tokens, or None for no window."""
         return (None,)
 
     def seconds(self, work: StepWork) -> float:
@@ -150,7 +150,7 @@ class LatencyModel(Plugin):
 
 
 class StepResult(NamedTuple):
-    """What an executor returns for one step.
+    """The result of an executor for one step.
 
     Attributes:
         took_ps: picoseconds the step took.

@@ -265,7 +265,7 @@ class RunLog:
 
 
 def _verdict(job: Job, slo: SLO, now: int) -> int:
-    """Judge a job that finished at `now` by what it has samples of."""
+    """Judge a job that finished at `now` against its SLO."""
     arrival, first, output = job.arrival, job.first_token, job.output_tokens
     verdict = UNJUDGED
     if slo.deadline_ns is not None:
@@ -446,7 +446,7 @@ class ServingLoop:
         self._arrivals.check_all_came()
 
     def begin(self) -> bool:
-        """Take what has come, and plan the next step; return False if there is none to run."""
+        """Handle arrivals and plan the next step; return False if there is none to run."""
         batcher, arrivals = self.batcher, self._arrivals
         now = self.clock_ps // PS_PER_NS
         pins = self._cache.tree.pins
@@ -473,7 +473,7 @@ class ServingLoop:
             self.batcher.queue(unseen.popleft()[1], now)
 
     def _catch_up(self, now: int) -> bool:
-        """Let the cache and the jobs know what the last step has brought about.
+        """Apply the effects of the last step to the cache and the jobs.
 
         Under a lag that is after the plan of the next one. Return False if nothing has run
         since the plan before, so that another one would know no more.
@@ -503,7 +503,7 @@ class ServingLoop:
             self._decode_steps()
 
     def abort(self, job: Job, why: str) -> bool:
-        """End `job` before its time, between two turns; return False if that has to wait."""
+        """End `job` early, between two turns; return False if that has to wait."""
         now = self.clock_ps // PS_PER_NS
         if not self.batcher.abort(job, now):
             return False
@@ -776,7 +776,7 @@ class ServingLoop:
         return StepTimes(self._lines[batch.size], before, batch.growth).total(1)
 
     def _name(self, named: Iterable[tuple[Job, Sequence[Key]]], now: int) -> None:
-        """Give generated blocks the keys that have become known."""
+        """Assign known keys to generated blocks."""
         trace = self._cache.trace
         for job, keys in named:
             assert job.seq is not None

@@ -213,7 +213,7 @@ class Queue:
 
 
 def moments(first: int, last: int) -> list[int]:
-    """Return the times (ns) at which the queue is looked at, by those of two arrivals."""
+    """Return the times (ns) at which the queue is sampled, from those of two arrivals."""
     return [first + (last - first) * part // MOMENTS for part in range(MOMENTS + 1)]
 
 
@@ -344,7 +344,7 @@ class HitRatio:
 
 @attrs.frozen(slots=False, eq=False)
 class Outcome(Shown):
-    """What became of the requests of a run: the numbers that follow from its log alone.
+    """Outcome of the requests of a run: the figures that follow from its log alone.
 
     Numbers are computed when they are first asked for, and once.
 
@@ -445,7 +445,7 @@ class Outcome(Shown):
 
     @cached_property
     def _span(self) -> tuple[int, int]:
-        """When (ns) the first request arrived, and when the last finished, or arrived."""
+        """The times (ns) of the first arrival, and of the last finish or arrival."""
         log = self.log
         last = max(max(log.arrival, default=0), max(log.finish, default=0))
         return min(log.arrival, default=0), last
@@ -507,7 +507,7 @@ class Result(Outcome):
 
     @cached_property
     def saturation(self) -> Saturation | None:
-        """Whether the queue grew for as long as requests came; None if that cannot be told."""
+        """Whether the queue grew until the last arrival; None if that cannot be told."""
         return saturation_of(self.log, self.batching.max_seqs, self.offered_load)
 
     @cached_property

@@ -25,7 +25,7 @@ LOADING = "loading"
 
 @attrs.define
 class DecodeSteps:
-    """How many decode steps a server has run: the clock by which its decode batch advances."""
+    """Number of decode steps that a server has run: the clock of its decode batch."""
 
     count: int = 0
 
@@ -232,7 +232,7 @@ class Batching:
             raise InputError(msg)
 
     def _wrong_rule(self) -> str:
-        """Return what is wrong with a rule; "" if nothing is."""
+        """Return why a rule is wrong; an empty text if none is."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -281,7 +281,7 @@ _DEFAULTS = Batching()
 
 
 class ServiceTimes(Protocol):
-    """What a scheduler may ask of the server it works for: hits, and times of service."""
+    """Questions of a scheduler to its server: hits, and times of service."""
 
     def probe(self, request: Request, now: int) -> int:
         """Return how many prompt tokens of `request` would hit in the cache. Pure."""
@@ -299,7 +299,7 @@ class ServiceTimes(Protocol):
 
 @attrs.define
 class LoopState:
-    """What a plan is made from. Read it; the loop carries plans out.
+    """The input of a plan. Read it; the loop executes plans.
 
     Attributes:
         now: the time, ns.
@@ -321,7 +321,7 @@ class LoopState:
 
 @attrs.frozen
 class StepPlan:
-    """Which jobs are to be scheduled and which to be paused.
+    """The jobs to schedule and the jobs to pause.
 
     Attributes:
         admit: waiting jobs in the order in which they are offered a free slot, at best

@@ -39,7 +39,7 @@ class SpeculativeExecutor(Executor, Protocol):
         decoding: Sequence[Job],
         limits: Sequence[int],
     ) -> StepResult:
-        """Run one step, as `run` does, with up to so many drafts for each decoding job.
+        """Run one step, as `run` does, with at most `limits[i]` drafts for `decoding[i]`.
 
         `verified` of the result has an entry for each decoding job.
         """
@@ -71,7 +71,7 @@ class SpeculativeSimulator(SimulatedExecutor):
         decoding: Sequence[Job],
         limits: Sequence[int],
     ) -> StepResult:
-        """Ask the drafter what is accepted, and return the time of the step."""
+        """Return the tokens that the drafter says are accepted, and the step's time."""
         del chunks
         accepted = self.drafter.accepted
         verified = [

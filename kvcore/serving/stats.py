@@ -77,7 +77,7 @@ class TokenGaps:
 
     @property
     def count(self) -> int:
-        """How many gaps there are."""
+        """The number of gaps."""
         self.settle()
         return self._histogram.weight
 
@@ -120,7 +120,7 @@ MAX_SAMPLES = 512
 
 
 class PoolTimeline:
-    """What the blocks of a pool are used for, from event to event.
+    """Use of the blocks of a pool, from event to event.
 
     A block is *active* if a sequence holds it, *cached* if only the prefix cache does, so
     that it can be evicted, else *free*. The state at an event counts until the next event.

@@ -35,7 +35,7 @@ PS_PER_UNIT = 10**6
 
 
 class Deployment(NamedTuple):
-    """What step times are of: names of the catalogue, an engine and a number format."""
+    """The deployment of step times: names of the catalogue, an engine and a number format."""
 
     model: str
     device: str

@@ -119,21 +119,21 @@ class StepRecorder:
         return not self._file.closed
 
     def plan(self, output: Any) -> None:
-        """Note the work of the step `output` that is run next. O(requests in the step)."""
+        """Record the work of the step `output` that is run next. O(requests in the step)."""
         try:
             self._plans.append((output, work_of(output)))
         except Exception as error:  # noqa: BLE001 - no change of vLLM may end a server
             self._fail(error)
 
     def end(self, output: Any, now: float, *, busy: bool) -> None:
-        """Note that the step `output` ended at `now` seconds; `busy` if requests are left."""
+        """Record that the step `output` ended at `now` seconds; `busy` if requests are left."""
         try:
             self._end(output, now, busy=busy)
         except Exception as error:  # noqa: BLE001 - nor may a full disk
             self._fail(error)
 
     def stop(self, why: str) -> None:
-        """End recording, and log how many steps are in the file."""
+        """Stop recording, and log how many steps are in the file."""
         try:
             self._write()
             self._file.close()
@@ -170,7 +170,7 @@ class StepRecorder:
         self._rows.clear()
 
     def _fail(self, error: Exception) -> None:
-        """End recording with the rows that are in the file whole, and log why, once."""
+        """Stop recording, keep the complete rows of the file, and log why, once."""
         with suppress(OSError):
             self._file.truncate(self._size)
         with suppress(OSError):

@@ -83,7 +83,7 @@ class TraceLogger(structlog.BoundLoggerBase):
         self._logger(rendered)
 
     def discard(self) -> None:
-        """Forget the lines that are not rendered yet."""
+        """Drop the lines that are not rendered yet."""
         self._batch = []
 
     def __del__(self) -> None:
@@ -93,7 +93,7 @@ class TraceLogger(structlog.BoundLoggerBase):
 
 
 def find_runs(_: Any, __: str, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put runs in the place of arrays of block ids, which JSON has no word for."""
+    """Replace arrays of block ids by their runs, which JSON can hold."""
     with_ids = [line for line in batch if type(line.get("runs")) is array]
     found = encode_all_runs([line["runs"] for line in with_ids])
     for line, runs in zip(with_ids, found, strict=True):

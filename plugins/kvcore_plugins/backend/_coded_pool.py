@@ -77,7 +77,7 @@ class Stage:
         return row
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Remove blocks: what they hold lies in the planes."""
+        """Remove blocks from the stage: their K/V lies in the planes."""
         for block in blocks:
             row = self._row_of.pop(block, None)
             if row is not None:
@@ -245,7 +245,7 @@ class CodedHalf(Half):
             self.put_on_stage(target, content)
 
     def put_on_stage(self, block: int, content: Tensor) -> None:
-        """Put a block on the stage, `[kv_heads, block_size, width]`."""
+        """Copy a block onto the stage, `[kv_heads, block_size, width]`."""
         row = self.stage.row(block)
         self.stage.rows[row] = content
 
@@ -275,7 +275,7 @@ class CodedHalf(Half):
         self.stage.drop(blocks)
 
     def _unpack(self, blocks: list[int]) -> None:
-        """Put coded blocks on the stage."""
+        """Decode blocks onto the stage."""
         if blocks:
             for block, content in zip(blocks, self.content(blocks), strict=True):
                 self.put_on_stage(block, content)

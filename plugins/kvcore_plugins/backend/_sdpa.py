@@ -167,7 +167,7 @@ class Tile:
 
 @attrs.frozen(eq=False)
 class DecodeGroup:
-    """One new token for each of some sequences with contexts of about equal length.
+    """One new token for each of several sequences with contexts of about equal length.
 
     Attributes:
         sequences: numbers of the sequences in the step.

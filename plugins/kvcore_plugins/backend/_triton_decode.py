@@ -342,7 +342,7 @@ class TritonDecode(DecodeKernel):
         scale: float | None,
         sums: list[Tensor] | None,
     ) -> None:
-        """Do what `attend` does, on the current device."""
+        """Attend as `attend` does, on the current device."""
         _, kv_heads, group, width = queries.shape
         pool, coding = self._pool, self._coding
         size, value_width = pool.layout.block_size, out.shape[3]

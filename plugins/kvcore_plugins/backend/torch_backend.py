@@ -346,7 +346,7 @@ class TorchBackend(Backend):
     def move_tokens(
         self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
     ) -> None:
-        """Put tokens of blocks into others; coded bytes move as they are where they can."""
+        """Move tokens of blocks into others; coded bytes are copied as they are if possible."""
         self._pool.keys[layer].move(table, into, moves)
         self._pool.values[layer].move(table, into, moves)
 
@@ -425,7 +425,7 @@ class TorchBackend(Backend):
 
     @contextmanager
     def limit_threads(self, count: int | None, model: ModelSpec) -> Iterator[None]:
-        """Let torch compute with `count` threads in the body.
+        """Limit the threads that torch uses in the body to `count`.
 
         None: one for a model of up to `ONE_THREAD` parameters, else as many as torch is set
         to, but no more than the CPUs that this process may use.

@@ -98,7 +98,7 @@ class TorchCUDA(TorchBackend):
         return tensor.to(self.torch_device, non_blocking=True)
 
     def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy between host and GPU on a stream of its own, after what was submitted before.
+        """Copy between host and GPU on a stream of its own, after earlier submissions.
 
         The host waits for these copies alone: what is submitted meanwhile goes on.
         """
