@@ -367,7 +367,7 @@ class Batcher:
             self._call("finished", self._finished, job, now)
 
     def ended(self, job: Job, now: int) -> None:
-        """Tell the scheduler that `job`, which ran, was given up."""
+        """Call the scheduler's `finished` for `job`, which ran and was given up."""
         if self._finished is not None:
             self._call("finished", self._finished, job, now)
 

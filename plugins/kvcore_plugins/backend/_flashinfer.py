@@ -69,7 +69,7 @@ class FlashInferDecode(DecodeKernel):
     """
 
     def __init__(self, pool: Pool, make: Callable[..., Any] | None = None) -> None:
-        """Take a pool for which `uncovered` is None; `make` stands in for the wrapper."""
+        """Store a pool for which `uncovered` is None; `make` stands in for the wrapper."""
         self._pool = pool
         self._make = make or import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
         # Zeros, as it asks for.
