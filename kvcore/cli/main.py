@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from kvcore.cli.verb import echo
+from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.plugins.options import nearest
 
@@ -123,16 +124,15 @@ def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     """Print the installed version, and whether its hot path is compiled, and end."""
     if not wanted or ctx.resilient_parsing:
         return
-    from importlib import metadata  # noqa: PLC0415 - slow, and no verb needs it
-    from importlib.util import find_spec  # noqa: PLC0415 - likewise
+    from importlib.util import find_spec  # noqa: PLC0415 - no verb needs it
 
     # The library in which the build puts all that it compiles.
     kind = "compiled" if find_spec("kvcore__mypyc") else "pure Python"
-    try:
-        click.echo(f"kvcore {metadata.version('kvcore')} ({kind})")
-    except metadata.PackageNotFoundError as error:
+    installed = version("kvcore")
+    if installed is None:
         msg = "kvcore is not installed, so it has no version; run `pip install -e .`"
-        raise PluginError(msg) from error
+        raise PluginError(msg)
+    click.echo(f"kvcore {installed} ({kind})")
     ctx.exit()
 
 
