@@ -387,3 +387,11 @@ def test_choices_of_a_missing_option_are_one_line():
     """Where click has a line for each."""
     err = run_here("export", "run.jsonl").stderr
     assert "'--to'. Choose from: vllm, dynamo, mooncake, perfetto; try" in err
+
+
+def test_the_list_of_verbs_has_their_first_sentences():
+    """What is told of a verb without importing it is how its own page begins."""
+    context = click.Context(frame.kvcore)
+    commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.VERBS}
+    told = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
+    assert told == frame.ABOUT
