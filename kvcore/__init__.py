@@ -89,10 +89,10 @@ def __getattr__(name: str) -> "Any":
         return import_module(f"kvcore.{name}")
     if name in __all__:
         for room in ("api",) if name in _CALLS else _ROOMS:
-            found = vars(import_module(f"kvcore.{room}"))
-            if name in found:
-                globals()[name] = found[name]
-                return found[name]
+            found = getattr(import_module(f"kvcore.{room}"), name, None)
+            if found is not None:
+                globals()[name] = found
+                return found
     msg = f"module 'kvcore' has no attribute {name!r}"
     raise AttributeError(msg)
 

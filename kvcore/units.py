@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 from kvcore.errors import InputError, shorten
 
@@ -61,6 +62,15 @@ def parse_bytes(text: str) -> int:
         msg = f"size {text!r}: too large, it must be below 2^63 bytes"
         raise InputError(msg)
     return size
+
+
+def as_float(number: Any) -> float:
+    """Return a number as a float, for attrs, which would take long to read how `float` does."""
+    return float(number)
+
+
+# The type of an option is that of its field, unless the field's converter has another one.
+del as_float.__annotations__["number"]
 
 
 def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:

@@ -238,6 +238,7 @@ class ScoreEviction(EvictionPolicy):
         super().attach(blocks, block_size)
         self._leaves: LazyHeap[Span] = LazyHeap()
         self._timers: LazyHeap[Span] = LazyHeap()
+        self._timed = type(self).changes_at is not ScoreEviction.changes_at
 
     @abstractmethod
     def score(self, span: Span, now: int) -> Any:
@@ -289,9 +290,10 @@ class ScoreEviction(EvictionPolicy):
         if self.drifts and self._answer is not None and now == self._now:
             return self._answer
         self._now = now
-        timers = self._timers
-        while timers and timers.first_entry()[0] <= now:
-            self._enter(timers.pop(), now)
+        if self._timed:
+            timers = self._timers
+            while timers and timers.first_entry()[0] <= now:
+                self._enter(timers.pop(), now)
         if self.drifts:
             self._answer = self._lowest_of_sample(now)
             return self._answer
@@ -307,17 +309,19 @@ class ScoreEviction(EvictionPolicy):
             raise ValueError(msg)
         entry = (score, span.released_order, -span.start, span.id, span)
         self._leaves.push(entry)
-        due = self.changes_at(span, now)
-        if due is not None and due > now:
-            self._timers.push((due, span.id, span))
-        else:
-            self._timers.discard(span)
+        if self._timed:
+            due = self.changes_at(span, now)
+            if due is not None and due > now:
+                self._timers.push((due, span.id, span))
+            else:
+                self._timers.discard(span)
         return entry
 
     def _leave(self, span: Span) -> None:
         self._answer = None
         self._leaves.discard(span)
-        self._timers.discard(span)
+        if self._timed:
+            self._timers.discard(span)
 
     def _lowest_of_sample(self, now: int) -> Span:
         """Score the `sample` lowest leaves again and return the lowest of them."""

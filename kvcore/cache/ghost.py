@@ -126,7 +126,7 @@ class GhostTree:
 
         For a policy to call in its `on_insert` and `on_extend`: the span is cached again.
         """
-        if not self.tokens:
+        if not self.tokens or span.path_keys[0] not in self._ring.children:
             return 0
         runs, deepest = self._runs_of(span.path_keys, span.start, span.end, create=False)
         before = self.tokens
@@ -149,6 +149,9 @@ class GhostTree:
 
     def _remember(self, keys: Keys[Key], start: int, end: int) -> None:
         """Make `[start, end)` the most recent content, its tail the oldest of it."""
+        if keys[0] not in self._ring.children:
+            self._begin(keys, start, end)
+            return
         runs, deepest = self._runs_of(keys, start, end, create=True)
         for run in reversed(runs):
             if run.newer is None:
@@ -159,6 +162,18 @@ class GhostTree:
             assert self._ring.older is not None
             run.link(self._ring.older)
         self._prune(deepest)
+
+    def _begin(self, keys: Keys[Key], start: int, end: int) -> None:
+        """Remember `[start, end)` of a path of which nothing is remembered, no cut to mend."""
+        assert self._geometry is not None
+        at = ring = self._ring
+        if start:
+            at = ring.children[keys[0]] = _Run(0, start, keys, ring)
+        run = _Run(start, end, keys, at)
+        at.children[keys[start // self._geometry.ratio]] = run
+        self.tokens += (end - start) * self._geometry.block_size
+        assert ring.older is not None
+        run.link(ring.older)
 
     def _runs_of(
         self, keys: Keys[Key], start: int, end: int, *, create: bool

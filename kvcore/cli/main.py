@@ -9,7 +9,6 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
-from difflib import get_close_matches
 from errno import ENOSPC
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from kvcore.cli.verb import echo
+from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.plugins.options import nearest
 
@@ -53,6 +53,46 @@ VERBS = {
     "watch": "kvcore.cli.watch",
 }
 """Where each verb is: a module with a click command of the verb's name."""
+
+ABOUT = {
+    "bench": "Measure SUITE: cpu, gpu, cache or sim.",
+    "calibrate": "Fit a latency model to the measured steps of the CSV file STEPS.",
+    "compare": "Compare eviction policies on WORKLOAD, by pool size.",
+    "curve": (
+        "Show what policies hit on WORKLOAD, by pool size up to one that holds everything."
+    ),
+    "demo": "Watch what a KV cache does, on a model small enough to follow.",
+    "explain": "Explain why REQUEST missed, or with --summary where hits were lost.",
+    "export": "Export the TRACE of a run as KV events, requests or tracks, for other tools.",
+    "plan": "Find the least GPUs, K/V memory and host RAM with which WORKLOAD meets its SLO.",
+    "plot": (
+        "Plot a TRACE, or the RESULT of a run: a directory that `--out` of "
+        "simulate or run wrote."
+    ),
+    "plugins": "List the plugins, where each is from, and whether it works here.",
+    "quality": (
+        "Measure what is lost where K/V is bounded by a retention policy, or shrunk by a codec."
+    ),
+    "record": (
+        "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
+    ),
+    "replay": "Replay the trace FILE: rebuild the cache line by line, and check every line.",
+    "report": "Make a page that reports results: one file to send, which opens offline.",
+    "route": "Route the requests of an OpenAI-style API to several servers.",
+    "routers": "Serve WORKLOAD with several servers under each router, and compare.",
+    "run": "Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.",
+    "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
+    "simulate": "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
+    "size": "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
+    "sweep": (
+        "Run each combination of the workloads, policies, sizes and more that NAME.TOML gives."
+    ),
+    "tour": "Make a page that explains the KV cache, for learners.",
+    "validate": "Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.",
+    "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
+    "watch": "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.",
+}
+"""How the help page of each verb begins: the list of all is printed without importing any."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 """Exit codes besides an error's own; the last three are those a shell gives for the signal."""
@@ -109,13 +149,14 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the whole of their first sentences."""
-        verbs = {verb: self.get_command(ctx, verb) for verb in self.list_commands(ctx)}
+
+        def about(verb: str) -> str:
+            command = self.get_command(ctx, verb)
+            return command.get_short_help_str(sys.maxsize)
+
         with formatter.section("Commands"):
             formatter.write_dl(
-                [
-                    (verb, command.get_short_help_str(sys.maxsize))
-                    for verb, command in verbs.items()
-                ]
+                [(verb, ABOUT.get(verb) or about(verb)) for verb in self.list_commands(ctx)]
             )
 
 
@@ -123,16 +164,15 @@ def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     """Print the installed version, and whether its hot path is compiled, and end."""
     if not wanted or ctx.resilient_parsing:
         return
-    from importlib import metadata  # noqa: PLC0415 - slow, and no verb needs it
-    from importlib.util import find_spec  # noqa: PLC0415 - likewise
+    from importlib.util import find_spec  # noqa: PLC0415 - no verb needs it
 
     # The library in which the build puts all that it compiles.
     kind = "compiled" if find_spec("kvcore__mypyc") else "pure Python"
-    try:
-        click.echo(f"kvcore {metadata.version('kvcore')} ({kind})")
-    except metadata.PackageNotFoundError as error:
+    installed = version("kvcore")
+    if installed is None:
         msg = "kvcore is not installed, so it has no version; run `pip install -e .`"
-        raise PluginError(msg) from error
+        raise PluginError(msg)
+    click.echo(f"kvcore {installed} ({kind})")
     ctx.exit()
 
 
@@ -255,6 +295,8 @@ def _usage(error: click.ClickException) -> str:
 
 def _no_such_option(flag: str, context: click.Context) -> str:
     """Return a sentence with the option of this verb that is nearest, or who else has it."""
+    from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
+
     own = _flags(context.command, context)
     asked = f"{context.command_path} has no option {flag!r}"
     others = []

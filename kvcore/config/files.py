@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -89,6 +88,8 @@ class _ConfigFile:
                 yield key, value
 
     def _document(self) -> dict[str, Any]:
+        import tomllib  # noqa: PLC0415 - for files alone
+
         try:
             return tomllib.loads(self.path.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

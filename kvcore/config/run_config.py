@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -20,6 +21,7 @@ from typing import (
     NoReturn,
     Self,
     TypeAlias,
+    Union,
     get_args,
     get_origin,
 )
@@ -538,7 +540,13 @@ def convert(value: object, kind: Any) -> Any:
     Raises:
         InputError: `value` cannot be read as that type; says what was expected.
     """
-    return _converter().structure(value, kind)
+    if get_origin(kind) in (Union, UnionType):
+        first, *others = get_args(kind)
+        if others == [NoneType]:
+            return None if value is None else convert(value, first)
+    # What most options are takes no converter.
+    read = _READERS.get(kind) or _ORIGINS.get(get_origin(kind))
+    return read(value, kind) if read else _converter().structure(value, kind)
 
 
 def read_plugin(text: str) -> Spec:
@@ -587,13 +595,13 @@ def _converter() -> Converter:
     made = Converter(detailed_validation=False)
     for kind, read in _READERS.items():
         made.register_structure_hook(kind, read)
-    made.register_structure_hook_func(lambda kind: _origin(kind) is Annotated, _marked)
-    made.register_structure_hook_func(lambda kind: _origin(kind) is Literal, _choice)
+    for origin, read in _ORIGINS.items():
+        made.register_structure_hook_func(partial(_is_of, origin), read)
     return made
 
 
-def _origin(kind: Any) -> Any:
-    return get_origin(kind)
+def _is_of(origin: Any, kind: Any) -> bool:
+    return get_origin(kind) is origin
 
 
 def _marked(value: object, kind: Any) -> Any:
@@ -795,13 +803,16 @@ def _refuse(expected: str, value: object) -> NoReturn:
     raise InputError(msg)
 
 
-_READERS: dict[type, Callable[[object, Any], Any]] = {
+_READERS: dict[Any, Callable[[object, Any], Any]] = {
     int: _whole,
     float: _number,
     bool: _flag,
     str: _text,
     Path: _path,
 }
+
+
+_ORIGINS: dict[Any, Callable[[object, Any], Any]] = {Annotated: _marked, Literal: _choice}
 
 
 _MARKED: dict[str, Callable[[object], Any]] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from kvcore.errors import InputError
@@ -66,6 +65,8 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     key = name.strip().lower().replace("_", "-")
     if key in table:
         return table[key]
+    from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
+
     near = get_close_matches(key, table, n=3, cutoff=0.5)
     hint = f"known: {', '.join(sorted(table))}"
     if near:

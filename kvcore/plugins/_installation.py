@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvcore.distributions import Installed, Point
 from kvcore.hookspecs import PROJECT
 
 
@@ -31,7 +32,7 @@ def missing() -> str:
     )
 
 
-def outdated(points: Iterable[EntryPoint] | None) -> str | None:
+def outdated(points: Iterable[EntryPoint | Point] | None) -> str | None:
     """Return which editable install is older than its checkout's pyproject.toml, or None.
 
     Entry points are copied when a checkout is installed; editing pyproject.toml does not
@@ -42,7 +43,7 @@ def outdated(points: Iterable[EntryPoint] | None) -> str | None:
     return _outdated(point.dist for point in points if point.dist)
 
 
-def _outdated(distributions: Iterable[Distribution]) -> str | None:
+def _outdated(distributions: Iterable[Distribution | Installed]) -> str | None:
     for dist in distributions:
         checkout = _checkout(dist)
         declared = _declared(checkout / "pyproject.toml") if checkout else None
@@ -59,7 +60,7 @@ def _outdated(distributions: Iterable[Distribution]) -> str | None:
     return None
 
 
-def _checkout(dist: Distribution) -> Path | None:
+def _checkout(dist: Distribution | Installed) -> Path | None:
     """Return the directory that `dist` is an editable install of."""
     try:
         origin = json.loads(dist.read_text("direct_url.json") or "{}")

@@ -7,7 +7,6 @@ import sys
 import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, ClassVar, NoReturn, Self
@@ -203,6 +202,8 @@ def uncalled(cls: type[Plugin]) -> str | None:
 
     It is named almost like one that is called, and that `cls` does not define: `relased`.
     """
+    from difflib import get_close_matches  # noqa: PLC0415 - for plugins of others alone
+
     for each in cls.__mro__[: cls.__mro__.index(Plugin)]:
         known = {name for base in each.__mro__[1:] for name in vars(base) if name[0] != "_"}
         own = vars(each).keys()

@@ -10,12 +10,12 @@ from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
 from traceback import extract_tb
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 from pluggy import PluginManager, PluginValidationError
 
-from kvcore import hookspecs
+from kvcore import distributions, hookspecs
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.hookspecs import PROJECT
 from kvcore.plugins.base import FAILURES, Plugin, qualified, undecorated
@@ -23,6 +23,8 @@ from kvcore.plugins.options import Spec, instantiate, nearest, parse
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from kvcore.distributions import Point
 
 KINDS = {
     "eviction": "kvcore_eviction_policies",
@@ -63,12 +65,11 @@ class Origin:
     version: str | None = None
 
     @classmethod
-    def of(cls, point: EntryPoint) -> Origin:
+    def of(cls, point: EntryPoint | Point) -> Origin:
         """Return the origin of what `point` names."""
         if point.dist is None:
             return cls(point.name)
-        metadata = point.dist.metadata
-        return cls(point.name, metadata["Name"], metadata["Version"])
+        return cls(point.name, point.dist.name, point.dist.version)
 
     def __str__(self) -> str:
         """Return the origin as error messages name it."""
@@ -77,7 +78,8 @@ class Origin:
         return f"entry point {self.name!r} of {self.distribution} {self.version}"
 
 
-Found: TypeAlias = tuple[type[Plugin], Origin]
+Found: TypeAlias = tuple[type[Plugin] | str, Origin]
+"""A class, or where it is, as `package.module:Class`; and where it comes from."""
 
 
 @attrs.frozen
@@ -118,7 +120,7 @@ class Plugins:
     def __init__(
         self,
         extra: Iterable[object] = (),
-        entry_points: Iterable[EntryPoint] | None = None,
+        entry_points: Iterable[EntryPoint | Point] | None = None,
     ) -> None:
         """Load the entry points, then `extra`."""
         self._points = None if entry_points is None else list(entry_points)
@@ -149,6 +151,11 @@ class Plugins:
         """Return the names of the plugins of `kind`, sorted."""
         return sorted(self._find(kind))
 
+    def classes(self, kind: str) -> dict[str, Any]:
+        """Return the classes of `kind` by name, those that cannot be loaded left out."""
+        found = {name: self._class(kind, name) for name in list(self._find(kind))}
+        return {name: cls for name, cls in found.items() if cls is not None}
+
     def get(self, kind: str, name: str) -> Any:
         """Return the class named `name`, derived from the kind's base class.
 
@@ -159,8 +166,8 @@ class Plugins:
         """
         found = self._find(kind)
         name = ALIASES.get((kind, name), name)
-        if name in found:
-            return found[name][0]
+        if name in found and (cls := self._class(kind, name)) is not None:
+            return cls
         for info in self._unusable:
             if (info.kind, info.name) == (kind, name):
                 raise PluginError(info.reason)
@@ -224,7 +231,8 @@ class Plugins:
         """Return all plugins by kind and name, those that cannot work here included."""
         infos = []
         for kind in KINDS:
-            for name, (cls, origin) in self._find(kind).items():
+            for name, cls in self.classes(kind).items():
+                origin = self._find(kind)[name][1]
                 reason = _unavailable(cls)
                 place = origin.distribution, origin.version, cls.__module__
                 infos.append(PluginInfo(kind, name, *place, reason is None, reason))
@@ -233,10 +241,12 @@ class Plugins:
             [*infos, *self._unusable], key=lambda info: (kinds.index(info.kind), info.name)
         )
 
-    def _enabled(self) -> Iterator[tuple[Origin, EntryPoint]]:
+    def _enabled(self) -> Iterator[tuple[Origin, EntryPoint | Point]]:
         """Yield the entry points that are not skipped, in the order they are loaded in."""
         disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
-        points = _installed_points() if self._points is None else self._points
+        points = self._points
+        if points is None:
+            points = _with_own(distributions.entry_points(PROJECT))
         found = [(Origin.of(point), point) for point in points]
         for origin, point in sorted(found, key=lambda o: (o[0].distribution or "", o[0].name)):
             if disabled & {origin.name, f"{origin.distribution}:{origin.name}"}:
@@ -264,7 +274,7 @@ class Plugins:
             raise PluginError(msg)
 
     def _find(self, kind: str) -> dict[str, Found]:
-        """Return the classes of `kind` by name, each with its origin."""
+        """Return the classes of `kind` by name, or where they are, each with its origin."""
         if kind not in KINDS:
             msg = f"{kind!r} is no kind of plugin{nearest(kind, KINDS)}. The kinds are: "
             raise InputError(msg + ", ".join(KINDS))
@@ -272,14 +282,15 @@ class Plugins:
             self._classes[kind] = self._collect(kind)
         return self._classes[kind]
 
-    def _collect(self, kind: str) -> dict[str, Found]:
+    def _claims(self, kind: str) -> dict[str, list[Found]]:
+        """Return what the hook of `kind` returned, by name; what is broken is refused."""
         hook = KINDS[kind]
         claims: dict[str, list[Found]] = {}
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             origin = self._origins[implementation.plugin_name]
             try:
                 classes = implementation.function()
-                if not isinstance(classes, list):
+                if not (isinstance(classes, list) or _are_places(classes)):
                     msg = f"{hook} of {origin} returned {classes!r}, not a list of classes"
                     raise PluginError(msg)
             except FAILURES as error:
@@ -287,6 +298,10 @@ class Plugins:
                 reason = str(error) if isinstance(error, PluginError) else told
                 module = implementation.function.__module__
                 self._refuse(kind, origin.name, origin, module, reason)
+                continue
+            if isinstance(classes, dict):
+                for name, place in classes.items():
+                    claims.setdefault(name, []).append((place, origin))
                 continue
             for cls in classes:
                 fault = _fault(cls, kind)
@@ -296,16 +311,55 @@ class Plugins:
                     self._refuse(kind, str(name), origin, str(module), reason)
                 else:
                     claims.setdefault(cls.name, []).append((cls, origin))
-        for name, claimants in claims.items():
-            if len(claimants) > 1:
-                first, second, *_ = (f"{qualified(cls)} of {place}" for cls, place in claimants)
+        return claims
+
+    def _collect(self, kind: str) -> dict[str, Found]:
+        claims = self._claims(kind)
+        for name, given in claims.items():
+            if len(given) == 1:
+                continue
+            classes = [(self._located(kind, name, *each), each[1]) for each in given]
+            found = [(cls, origin) for cls, origin in classes if cls is not None]
+            claims[name] = list(found)
+            if len(found) > 1:
+                first, second, *_ = (f"{qualified(cls)} of {place}" for cls, place in found)
                 reason = (
                     f"two {kind} plugins are named {name!r}: {first}, and {second}; rename "
                     f"one, or skip the entry point of one with {DISABLE}"
                 )
-                for cls, origin in claimants:
+                for cls, origin in found:
                     self._refuse(kind, name, origin, cls.__module__, reason)
-        return {name: found for name, (found, *others) in claims.items() if not others}
+        return {name: found[0] for name, found in claims.items() if len(found) == 1}
+
+    def _class(self, kind: str, name: str) -> type[Plugin] | None:
+        """Return the class of that name, imported if need be; None if it is broken."""
+        known = self._find(kind)
+        cls = self._located(kind, name, *known[name])
+        if cls is None:
+            del known[name]
+        else:
+            known[name] = cls, known[name][1]
+        return cls
+
+    def _located(
+        self, kind: str, name: str, place: type[Plugin] | str, origin: Origin
+    ) -> type[Plugin] | None:
+        """Return the class at a place, or None if there is none of that name and kind."""
+        if isinstance(place, type):
+            return place
+        module, _, attribute = place.partition(":")
+        try:
+            cls = getattr(import_module(module), attribute)
+        except FAILURES as error:
+            fault = f"which cannot be imported: {error!r}"
+        else:
+            wrong = _fault(cls, kind)
+            if not wrong and cls.name == name:
+                return cast("type[Plugin]", cls)
+            fault = f"where there is {wrong or f'{qualified(cls)}, named {cls.name!r}'}"
+        reason = f"{KINDS[kind]} of {origin} returned {place!r} for {name!r}, {fault}"
+        self._refuse(kind, name, origin, module, reason)
+        return None
 
     def _refuse(
         self, kind: str | None, name: str, origin: Origin, module: str, reason: str
@@ -367,13 +421,8 @@ def default(kind: str, name: str) -> Any:
     Raises:
         InputError, PluginError: as `Plugins.get` does.
     """
-    from importlib import metadata  # noqa: PLC0415
-
-    try:
-        points = list(metadata.distribution(PROJECT).entry_points.select(group=PROJECT))
-    except metadata.PackageNotFoundError:
-        points = []
-    return Plugins(entry_points=_with_own(points)).get(kind, name)
+    points = _with_own(distributions.entry_points(PROJECT, of=PROJECT))
+    return Plugins(entry_points=points).get(kind, name)
 
 
 def base_of(kind: str) -> type[Plugin]:
@@ -419,13 +468,7 @@ def _installed(path: tuple[str, ...], disabled: str | None) -> Plugins:
     return Plugins()
 
 
-def _installed_points() -> list[EntryPoint]:
-    from importlib import metadata  # noqa: PLC0415 - takes 20 ms
-
-    return _with_own(list(metadata.entry_points(group=PROJECT)))
-
-
-def _with_own(points: list[EntryPoint]) -> list[EntryPoint]:
+def _with_own(points: list[EntryPoint | Point]) -> list[EntryPoint | Point]:
     """Return `points`, among which are kvcore's own.
 
     Raises:
@@ -438,7 +481,7 @@ def _with_own(points: list[EntryPoint]) -> list[EntryPoint]:
     return points
 
 
-def _imported(origin: Origin, point: EntryPoint) -> object:
+def _imported(origin: Origin, point: EntryPoint | Point) -> object:
     try:
         return point.load()
     except FAILURES as error:
@@ -477,6 +520,14 @@ def _unavailable(cls: type[Plugin]) -> str | None:
         return cls.unavailable()
     except FAILURES as error:  # a listing must not fail at one plugin
         return f"{qualified(cls)}.unavailable raised {error!r}"
+
+
+def _are_places(found: object) -> bool:
+    """Return True if `found` says where classes are, by the names of plugins."""
+    return isinstance(found, dict) and all(
+        isinstance(name, str) and isinstance(place, str) and ":" in place
+        for name, place in found.items()
+    )
 
 
 def _fault(cls: object, kind: str) -> str | None:

@@ -8,8 +8,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import (
@@ -161,6 +160,8 @@ def summary(cls: type[Plugin]) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return " (did you mean ...?)" with the one of `names` most like `name`, or ""."""
+    from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
+
     close = get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -188,7 +189,7 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
         msg = f"{label} takes {shown}, which has no text form; build {qualified(cls)} in code"
         raise InputError(msg) from error
     try:
-        return _converter().structure(text, kind)
+        return _SIMPLE[kind](text) if kind in _SIMPLE else _converter().structure(text, kind)
     except (ValueError, LookupError, InputError) as error:
         why = " below 2^63" if "out of range" in str(error) else ""
         msg = f"{label} takes {expected}{why}, not {shorten(text)!r}"
@@ -257,16 +258,32 @@ def _members(union: Any) -> list[Any]:
 _BOOLS = {"true": True, "false": False}
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError(text)
+    return value
+
+
+def _read(simple: Callable[[str], Any], text: str, _: object) -> Any:
+    return simple(text)
+
+
+_SIMPLE: dict[Any, Callable[[str], Any]] = {
+    NoneType: {"none": None}.__getitem__,
+    bool: _BOOLS.__getitem__,
+    int: parse_whole,
+    float: _number,
+    str: str,
+    Path: input_path,
+}
+"""The readers of types that are no choice or union, which take no converter."""
+
+
 @cache
 def _converter() -> Converter:
     """Return the converter of option texts. cattrs is imported late: that takes 30 ms."""
     from cattrs import Converter  # noqa: PLC0415
-
-    def number(text: str, _: object) -> float:
-        value = float(text)
-        if math.isnan(value):
-            raise ValueError(text)
-        return value
 
     def choice(literal: Any) -> Callable[[str, object], Any]:
         choices = {as_text(value): value for value in get_args(literal)}
@@ -289,11 +306,8 @@ def _converter() -> Converter:
         return read
 
     converter = Converter()
-    converter.register_structure_hook(NoneType, lambda text, _: {"none": None}[text])
-    converter.register_structure_hook(bool, lambda text, _: _BOOLS[text])
-    converter.register_structure_hook(float, number)
-    converter.register_structure_hook(int, lambda text, _: parse_whole(text))
-    converter.register_structure_hook(Path, lambda text, _: input_path(text))
+    for simple, read in _SIMPLE.items():
+        converter.register_structure_hook(simple, partial(_read, read))
     converter.register_structure_hook_factory(_is_literal, choice)
     converter.register_structure_hook_factory(_is_union, first)
     return converter

@@ -14,10 +14,11 @@ from kvcore.analysis import Belady, Comparison
 from kvcore.analysis.planning import FleetPlan
 from kvcore.analysis.sweep import Grid, Sweep
 from kvcore.errors import InputError, shorten
+from kvcore.report.comparison import ComparisonReport
 from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, picture
 from kvcore.report.plan import PlanReport
 from kvcore.report.sweep import MEASURES, SweepReport, written
-from kvcore.report.tables import ComparisonReport, counted, named, printable
+from kvcore.report.tables import counted, named, printable
 from kvcore.units import BINARY, format_bytes, format_number
 
 if TYPE_CHECKING:

@@ -25,12 +25,13 @@ from kvcore.report.charts import (
     sweep_axis,
     sweep_chart,
 )
+from kvcore.report.comparison import ComparisonReport
 from kvcore.report.misses import SummaryReport
 from kvcore.report.plan import HEADERS, PlanReport
 from kvcore.report.routers import RoutersReport
 from kvcore.report.simulation import COLUMNS, TIMES
 from kvcore.report.sweep import SweepReport
-from kvcore.report.tables import NONE, ComparisonReport, counted, share
+from kvcore.report.tables import NONE, counted, share
 from kvcore.report.whatif import WhatIfReport
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvcore.analysis import Comparison, Row
 from kvcore.cache.residency import TIER
 from kvcore.report.tables import NONE, counted, named, setup, share
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from kvcore.analysis import Comparison, Row
 
 NO_VALUE = "-"
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
+from kvcore import distributions
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
@@ -130,12 +131,7 @@ def plain(value: Any) -> Any:
 
 def version() -> str:
     """Return the version of kvcore that a header names."""
-    from importlib import metadata  # noqa: PLC0415  (slow)
-
-    try:
-        return metadata.version("kvcore")
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return distributions.version("kvcore") or "not installed"
 
 
 def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
             f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
         )
         raise plugins.not_found("workload", msg) from None  # noqa: EM101 - the kind
-    return recognise(path, [plugins.get("workload", known) for known in names])
+    return recognise(path, plugins.classes("workload").values())
 
 
 def opened(workload: Any, plugins: Plugins) -> Any:

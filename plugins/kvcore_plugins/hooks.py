@@ -1,90 +1,195 @@
 """Registers the built-in plugins, by the hooks that anyone's plugins come in by.
 
-Each hook imports the folder of its kind when it is called, so that a command pays for the kinds
-it uses.
+Each hook says where the classes of its kind are, so that a command imports those that it uses.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from kvcore import hookimpl
-from kvcore.plugins import Plugin
 
 
-def _classes(folder: str) -> list[type[Plugin]]:
-    """Return the classes that the package `folder` exports."""
-    package = import_module(f"kvcore_plugins.{folder}")
-    return [getattr(package, name) for name in package.__all__]
+def _places(folder: str, classes: dict[str, str]) -> dict[str, str]:
+    """Return where the classes that the package `folder` exports are, by the plugins' names."""
+    return {name: f"kvcore_plugins.{folder}:{found}" for name, found in classes.items()}
 
 
 @hookimpl
-def kvcore_eviction_policies() -> list[type[Plugin]]:
+def kvcore_eviction_policies() -> dict[str, str]:
     """Return the built-in eviction policies."""
-    return _classes("eviction")
+    classes = {
+        "adaptive": "Adaptive",
+        "arc": "ARC",
+        "cost": "Cost",
+        "fifo": "FIFO",
+        "lfu": "LFU",
+        "lookahead": "Lookahead",
+        "lru": "LRU",
+        "lruk": "LRUK",
+        "mru": "MRU",
+        "priority": "Priority",
+        "random": "Random",
+        "s3fifo": "S3FIFO",
+        "sieve": "SIEVE",
+        "slru": "SLRU",
+        "tail-lru": "TailLRU",
+        "tinylfu": "TinyLFU",
+        "tool-ttl": "ToolTTL",
+        "ttl": "TTL",
+    }
+    return _places("eviction", classes)
 
 
 @hookimpl
-def kvcore_prefix_indexes() -> list[type[Plugin]]:
+def kvcore_prefix_indexes() -> dict[str, str]:
     """Return the built-in prefix indexes."""
-    return _classes("prefix")
+    classes = {
+        "hashed": "Hashed",
+        "none": "NoPrefix",
+        "radix": "Radix",
+    }
+    return _places("prefix", classes)
 
 
 @hookimpl
-def kvcore_retention_policies() -> list[type[Plugin]]:
+def kvcore_retention_policies() -> dict[str, str]:
     """Return the built-in retention policies."""
-    return _classes("retention")
+    classes = {
+        "expected": "Expected",
+        "full": "Full",
+        "h2o": "H2O",
+        "knorm": "KNorm",
+        "random": "Random",
+        "snapkv": "SnapKV",
+        "tova": "TOVA",
+        "window": "Window",
+    }
+    return _places("retention", classes)
 
 
 @hookimpl
-def kvcore_schedulers() -> list[type[Plugin]]:
+def kvcore_schedulers() -> dict[str, str]:
     """Return the built-in schedulers."""
-    return _classes("scheduler")
+    classes = {
+        "fair": "Fair",
+        "fcfs": "FCFS",
+        "lpm": "LPM",
+        "priority": "Priority",
+        "sjf": "SJF",
+        "slo": "LeastSlack",
+        "srpt": "SRPT",
+    }
+    return _places("scheduler", classes)
 
 
 @hookimpl
-def kvcore_latency_models() -> list[type[Plugin]]:
+def kvcore_latency_models() -> dict[str, str]:
     """Return the built-in latency models."""
-    return _classes("latency")
+    classes = {
+        "linear": "Linear",
+        "roofline": "Roofline",
+        "table": "Table",
+        "token-rate": "TokenRate",
+    }
+    return _places("latency", classes)
 
 
 @hookimpl
-def kvcore_backends() -> list[type[Plugin]]:
+def kvcore_backends() -> dict[str, str]:
     """Return the built-in backends."""
-    return _classes("backend")
+    classes = {
+        "torch-cpu": "TorchCPU",
+        "torch-cuda": "TorchCUDA",
+    }
+    return _places("backend", classes)
 
 
 @hookimpl
-def kvcore_codecs() -> list[type[Plugin]]:
+def kvcore_codecs() -> dict[str, str]:
     """Return the built-in codecs."""
-    return _classes("codec")
+    classes = {
+        "bf16": "BF16",
+        "fp16": "FP16",
+        "fp32": "FP32",
+        "fp64": "FP64",
+        "fp8-e4m3": "E4M3",
+        "fp8-e5m2": "E5M2",
+        "int4": "INT4",
+        "int8": "INT8",
+        "kivi": "KIVI",
+    }
+    return _places("codec", classes)
 
 
 @hookimpl
-def kvcore_tiers() -> list[type[Plugin]]:
+def kvcore_tiers() -> dict[str, str]:
     """Return the built-in tiers."""
-    return _classes("tier")
+    classes = {
+        "disk": "Disk",
+        "host": "Host",
+        "redis": "Redis",
+    }
+    return _places("tier", classes)
 
 
 @hookimpl
-def kvcore_generators() -> list[type[Plugin]]:
+def kvcore_generators() -> dict[str, str]:
     """Return the built-in generators."""
-    return _classes("generator")
+    classes = {
+        "huggingface": "HuggingFace",
+        "induction": "Induction",
+        "sincos": "SinCos",
+        "transformer": "Transformer",
+    }
+    return _places("generator", classes)
 
 
 @hookimpl
-def kvcore_workloads() -> list[type[Plugin]]:
+def kvcore_workloads() -> dict[str, str]:
     """Return the built-in workloads."""
-    return _classes("workload")
+    classes = {
+        "azure": "Azure",
+        "bench": "Bench",
+        "chat": "Chat",
+        "jsonl": "Jsonl",
+        "kv-events": "KvEvents",
+        "lengths": "Lengths",
+        "lmcache": "LMCache",
+        "mooncake": "Mooncake",
+        "trace": "Recording",
+        "weka": "Weka",
+        "zipf": "Zipf",
+    }
+    return _places("workload", classes)
 
 
 @hookimpl
-def kvcore_routers() -> list[type[Plugin]]:
+def kvcore_routers() -> dict[str, str]:
     """Return the built-in routers."""
-    return _classes("router")
+    classes = {
+        "dynamo": "Dynamo",
+        "least-requests": "LeastRequests",
+        "llm-d": "LLMD",
+        "lmetric": "LMetric",
+        "loadaware": "LoadAware",
+        "mooncake": "Mooncake",
+        "power-of-two": "PowerOfTwo",
+        "preble": "Preble",
+        "prefix-affinity": "PrefixAffinity",
+        "random": "Random",
+        "round-robin": "RoundRobin",
+        "session": "SessionAffinity",
+        "sglang": "SGLang",
+    }
+    return _places("router", classes)
 
 
 @hookimpl
-def kvcore_drafters() -> list[type[Plugin]]:
+def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
-    return _classes("drafter")
+    classes = {
+        "acceptance": "Acceptance",
+        "draft-model": "DraftModel",
+        "medusa": "Medusa",
+        "prompt-lookup": "PromptLookup",
+    }
+    return _places("drafter", classes)

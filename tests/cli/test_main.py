@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import util
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,7 +308,7 @@ def test_bugs_are_not_hidden(verb):
 )
 def test_version_is_the_installed_one(library, kind, monkeypatch, capsys):
     """`--version` prints the installed version, and whether compiled code is there."""
-    monkeypatch.setattr(metadata, "version", {"kvcore": "1.2.3"}.__getitem__)
+    monkeypatch.setattr(frame, "version", {"kvcore": "1.2.3"}.__getitem__)
     monkeypatch.setattr(util, "find_spec", {"kvcore__mypyc": library}.__getitem__)
     assert frame.run(["--version"]) == 0
     assert capsys.readouterr().out == f"kvcore 1.2.3 ({kind})\n"
@@ -316,11 +316,7 @@ def test_version_is_the_installed_one(library, kind, monkeypatch, capsys):
 
 def test_version_without_installation(monkeypatch, capsys):
     """A checkout that is not installed has no version, and says how to get one."""
-
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(frame, "version", {}.get)
     assert frame.run(["--version"]) == 3
     assert "run `pip install -e .`" in capsys.readouterr().err
 
@@ -391,3 +387,11 @@ def test_choices_of_a_missing_option_are_one_line():
     """Where click has a line for each."""
     err = run_here("export", "run.jsonl").stderr
     assert "'--to'. Choose from: vllm, dynamo, mooncake, perfetto; try" in err
+
+
+def test_the_list_of_verbs_has_their_first_sentences():
+    """What is told of a verb without importing it is how its own page begins."""
+    context = click.Context(frame.kvcore)
+    commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.VERBS}
+    told = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
+    assert told == frame.ABOUT

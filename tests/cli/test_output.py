@@ -329,3 +329,38 @@ def test_the_texts_of_a_trace_control_no_terminal(tmp_path, verb):
     done = run_here(*(word.replace("FILE", str(path)) for word in verb))
     assert done.stdout + done.stderr
     assert controls(done.stdout + done.stderr) == []
+
+
+EVEN_TABLES = [
+    (["policy", "hits"], [["lru", "5"], ["lfu:unit=s", "12,345"]], ["hits"]),
+    (["", "p50", "p99"], [["TTFT", "1.5 s", "–"], ["", "", "3 × 4"]], ["p50", "p99"]),
+    (["only"], [["x" * 200], ["[bold]no markup[/]"]], []),
+    (["none", "here"], [], ["here"]),
+]
+
+
+@pytest.mark.parametrize(("headers", "rows", "right"), EVEN_TABLES)
+def test_table_in_a_pipe_is_as_rich_prints_it(capsys, monkeypatch, headers, rows, right):
+    """What is printed without rich, since it is faster, looks no different."""
+    print_table(headers, rows, right=right)
+    assert output._is_even([headers, *rows])
+    monkeypatch.setattr(output, "_is_even", lambda _: False)
+    own = capsys.readouterr().out
+    print_table(headers, rows, right=right)
+    assert own == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cell", ["漢字", "e\u0301", "two\nlines", " ahead", "tab\t", ""])
+def test_table_that_rich_prints(cell):
+    """Cells whose width is not their length, and a table of nothing, are left to rich."""
+    assert not output._is_even([[cell], [cell]])
+
+
+def test_headers_on_a_terminal_are_marked(terminal, monkeypatch):
+    """What marks a header reaches the terminal as it is; what a cell brings does not."""
+    stream = terminal(80)
+    monkeypatch.setenv("TERM", "xterm")
+    print_table(["policy"], [["\x1b[31mlru"]])
+    header, _, row = printed(stream)
+    assert header.startswith("\x1b[1mpolicy")
+    assert row == "<U+001B>[31mlru"

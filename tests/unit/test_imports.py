@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ LAYERS = [
     {"errors"},
     {"units"},
     {"compiled"},
-    {"extras", "files", "histogram", "host", "progress"},
+    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
     {"notebook"},
     {"request"},
     {"plugins"},
@@ -129,6 +130,14 @@ def sources(folder):
     return sorted(folder.rglob("*.py"))
 
 
+DEFERRED = [
+    path
+    for path in sources(CORE) + sources(BUILT_IN)
+    if path.name == "__init__.py" and "import deferred" in path.read_text("utf-8")
+]
+"""The packages whose modules are imported when their names are first used."""
+
+
 def named(path):
     """Return a file's name for the test report."""
     return str(path.relative_to(CORE.parent))
@@ -201,8 +210,34 @@ def test_plugins_import_public_names_only(path):
     ids=lambda path: path.parent.name,
 )
 def test_packages_only_re_export(path):
-    """But for the lazy front door, an `__init__.py` has a docstring, imports and `__all__`."""
-    kinds = [type(node) for node in ast.parse(path.read_text()).body]
-    assert set(kinds) <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign}
+    """But for the lazy front door, an `__init__.py` has a docstring, imports and `__all__`.
+
+    One whose modules are imported late has its imports where the type checker sees them.
+    """
+    kinds = [type(node) for node in parsed(path).body]
+    assert set(kinds) <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.If}
     assert kinds.count(ast.Expr) <= 1
     assert kinds.count(ast.Assign) <= 1
+    assert kinds.count(ast.If) == ("deferred" in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
+def test_what_is_imported_late_is_what_the_type_checker_sees(path):
+    """The names of `deferred` come from the modules that the imports above it name."""
+    (both,) = (node for node in parsed(path).body if isinstance(node, ast.If))
+    shown = {
+        node.module.rpartition(".")[2]: " ".join(alias.name for alias in node.names)
+        for node in both.body
+    }
+    assert ast.literal_eval(both.orelse[0].value.args[1]) == shown
+
+
+@pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
+def test_names_that_are_imported_late_are_there(path):
+    """Each name that the package passes on can be had, listed, and is none that it lacks."""
+    root = CORE.parent if CORE in path.parents else BUILT_IN.parent
+    package = import_module(".".join(path.parent.relative_to(root).parts))
+    assert all(hasattr(package, name) for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):
+        _ = package.no_such_name

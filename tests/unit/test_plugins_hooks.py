@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 
 from kvcore import hookspecs
+from kvcore.errors import PluginError
 from kvcore.hookspecs import hookimpl
 from kvcore.plugins.manager import KINDS, Plugins, base_of
+from kvcore_plugins import hooks
+from kvcore_plugins.eviction import LRU
 
 
 def named(kind):
@@ -40,3 +45,71 @@ def test_every_hook_has_a_kind():
 def test_kinds_are_the_base_classes_own():
     """A kind's name in look-ups is the `kind` of its base class."""
     assert {kind: base_of(kind).kind for kind in KINDS} == {k: k for k in KINDS}
+
+
+def placed(**places):
+    """Return plugins whose eviction policies are at `places`, through an entry point."""
+    given = {name.replace("_", "-"): place for name, place in places.items()}
+
+    @hookimpl
+    def kvcore_eviction_policies():
+        return given
+
+    hooks = SimpleNamespace(kvcore_eviction_policies=kvcore_eviction_policies)
+    dist = SimpleNamespace(name="acme", version="1.0")
+    point = SimpleNamespace(
+        name="acme", value="acme", module="acme", dist=dist, load=lambda: hooks
+    )
+    return Plugins(entry_points=[point])
+
+
+def test_places_of_classes_are_imported_when_asked_for(tmp_path, monkeypatch):
+    """A class that a hook says the place of is known by name, and imported by `get`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("soon", "late"):
+        code = (
+            f"from kvcore_plugins.eviction import LRU\nclass Own(LRU):\n    name = {name!r}\n"
+        )
+        (tmp_path / f"placed_{name}.py").write_text(code)
+    plugins = placed(soon="placed_soon:Own", late="placed_late:Own")
+    assert plugins.names("eviction") == ["late", "soon"]
+    assert plugins.get("eviction", "soon").__module__ == "placed_soon"
+    assert "placed_late" not in sys.modules
+    assert sorted(plugins.classes("eviction")) == ["late", "soon"]
+    for name in ("soon", "late"):
+        del sys.modules[f"placed_{name}"]
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("no_such:LRU", "which cannot be imported: ModuleNotFoundError"),
+        ("kvcore_plugins.eviction:LRU", "named 'lru'"),
+        ("kvcore.cache:KVCache", "which is not a class derived from"),
+    ],
+)
+def test_places_without_such_a_class(place, fault):
+    """A wrong place is an error of that name alone, and is listed with the reason."""
+    plugins = placed(odd=place, lru="kvcore_plugins.eviction:LRU")
+    with pytest.raises(PluginError, match=r"entry point 'acme' of acme 1\.0") as caught:
+        plugins.get("eviction", "odd")
+    assert fault in str(caught.value)
+    assert list(plugins.classes("eviction")) == ["lru"]
+    (info,) = (info for info in plugins.listing() if not info.usable)
+    assert (info.name, info.reason) == ("odd", str(caught.value))
+
+
+def test_a_name_both_given_and_placed_is_one_too_many():
+    """Two plugins of a name are refused, whether their classes are imported or not."""
+    both = [hooks, SimpleNamespace(kvcore_eviction_policies=hookimpl(lambda: [LRU]))]
+    with pytest.raises(PluginError, match="two eviction plugins are named 'lru'"):
+        Plugins(both, entry_points=()).get("eviction", "lru")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_built_ins_are_all_named(kind):
+    """What a package of built-ins exports is what its hook names."""
+    places = getattr(hooks, KINDS[kind])()
+    package = import_module(f"kvcore_plugins.{kind}")
+    assert sorted(places.values()) == sorted(f"{package.__name__}:{n}" for n in package.__all__)
+    assert all(getattr(package, p.partition(":")[2]).name == n for n, p in places.items())

@@ -1,23 +1,52 @@
 """The built-in eviction policies."""
 
-from kvcore_plugins.eviction.adaptive import Adaptive
-from kvcore_plugins.eviction.arc import ARC
-from kvcore_plugins.eviction.cost import Cost
-from kvcore_plugins.eviction.fifo import FIFO
-from kvcore_plugins.eviction.lfu import LFU
-from kvcore_plugins.eviction.lookahead import Lookahead
-from kvcore_plugins.eviction.lru import LRU
-from kvcore_plugins.eviction.lruk import LRUK
-from kvcore_plugins.eviction.mru import MRU
-from kvcore_plugins.eviction.priority import Priority
-from kvcore_plugins.eviction.random import Random
-from kvcore_plugins.eviction.s3fifo import S3FIFO
-from kvcore_plugins.eviction.sieve import SIEVE
-from kvcore_plugins.eviction.slru import SLRU
-from kvcore_plugins.eviction.tail_lru import TailLRU
-from kvcore_plugins.eviction.tinylfu import TinyLFU
-from kvcore_plugins.eviction.tool_ttl import ToolTTL
-from kvcore_plugins.eviction.ttl import TTL
+from typing import TYPE_CHECKING
+
+from kvcore.lazy import deferred
+
+if TYPE_CHECKING:
+    from kvcore_plugins.eviction.adaptive import Adaptive
+    from kvcore_plugins.eviction.arc import ARC
+    from kvcore_plugins.eviction.cost import Cost
+    from kvcore_plugins.eviction.fifo import FIFO
+    from kvcore_plugins.eviction.lfu import LFU
+    from kvcore_plugins.eviction.lookahead import Lookahead
+    from kvcore_plugins.eviction.lru import LRU
+    from kvcore_plugins.eviction.lruk import LRUK
+    from kvcore_plugins.eviction.mru import MRU
+    from kvcore_plugins.eviction.priority import Priority
+    from kvcore_plugins.eviction.random import Random
+    from kvcore_plugins.eviction.s3fifo import S3FIFO
+    from kvcore_plugins.eviction.sieve import SIEVE
+    from kvcore_plugins.eviction.slru import SLRU
+    from kvcore_plugins.eviction.tail_lru import TailLRU
+    from kvcore_plugins.eviction.tinylfu import TinyLFU
+    from kvcore_plugins.eviction.tool_ttl import ToolTTL
+    from kvcore_plugins.eviction.ttl import TTL
+else:
+    __getattr__, __dir__ = deferred(
+        __name__,
+        {
+            "adaptive": "Adaptive",
+            "arc": "ARC",
+            "cost": "Cost",
+            "fifo": "FIFO",
+            "lfu": "LFU",
+            "lookahead": "Lookahead",
+            "lru": "LRU",
+            "lruk": "LRUK",
+            "mru": "MRU",
+            "priority": "Priority",
+            "random": "Random",
+            "s3fifo": "S3FIFO",
+            "sieve": "SIEVE",
+            "slru": "SLRU",
+            "tail_lru": "TailLRU",
+            "tinylfu": "TinyLFU",
+            "tool_ttl": "ToolTTL",
+            "ttl": "TTL",
+        },
+    )
 
 __all__ = [
     "ARC",

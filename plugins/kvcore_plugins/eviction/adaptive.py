@@ -11,11 +11,6 @@ from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
 from kvcore.cache import GhostTree
 from kvcore.plugins import find_override
 
-CALLBACKS = (
-    *("on_insert", "on_access", "on_extend", "on_split", "on_pin", "on_release"),
-    *("on_leaf", "on_trim", "on_remove", "on_miss", "on_queued", "on_dequeued", "on_end"),
-)
-
 DRAW_BITS = 53
 
 
@@ -52,14 +47,6 @@ class ExpertSpan:
 for _name in dir(Span):
     if not (_name.startswith("_") or hasattr(ExpertSpan, _name)):
         setattr(ExpertSpan, _name, property(attrgetter(f"span.{_name}")))
-
-
-def _passed_on(callback: str) -> Callable[..., None]:
-    def call(self: Adaptive, span: Span, *args: Any) -> None:
-        """Call the experts."""
-        self._call(callback, span, *args)
-
-    return call
 
 
 class Adaptive(EvictionPolicy):
@@ -120,14 +107,13 @@ class Adaptive(EvictionPolicy):
         self.seed = seed
         self._experts = _build(experts)
         self._weights = [1 / len(self._experts)] * len(self._experts)
-        self._overrides = {
-            callback: [
-                (index, override)
-                for index, expert in enumerate(self._experts)
-                if (override := find_override(expert, callback)) is not None
-            ]
-            for callback in CALLBACKS
-        }
+        self._on_insert, self._on_access = map(self._calls, ("on_insert", "on_access"))
+        self._on_extend, self._on_split = map(self._calls, ("on_extend", "on_split"))
+        self._on_pin, self._on_release = map(self._calls, ("on_pin", "on_release"))
+        self._on_leaf, self._on_trim = map(self._calls, ("on_leaf", "on_trim"))
+        self._on_remove, self._on_miss = map(self._calls, ("on_remove", "on_miss"))
+        self._on_queued, self._on_dequeued = map(self._calls, ("on_queued", "on_dequeued"))
+        self._on_end = self._calls("on_end")
         reaches = [expert.lookahead for expert in self._experts]
         self.lookahead = None if None in reaches else max(reach or 0 for reach in reaches)
 
@@ -150,39 +136,58 @@ class Adaptive(EvictionPolicy):
         span.data = self._expert_spans(span)
         for ghost in self._ghosts:
             ghost.forget(span)
-        self._call("on_insert", span, now)
+        for index, on_insert in self._on_insert:
+            on_insert(span.data[index], now)
 
     def on_extend(self, span: Span, blocks: int) -> None:
         """Remove the ghosts of `span`, which is cached again."""
         for ghost in self._ghosts:
             ghost.forget(span)
-        self._call("on_extend", span, blocks)
+        for index, on_extend in self._on_extend:
+            on_extend(span.data[index], blocks)
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Call the experts, with views of the new span."""
         upper.data = self._expert_spans(upper)
-        for index, on_split in self._overrides["on_split"]:
+        for index, on_split in self._on_split:
             on_split(upper.data[index], lower.data[index])
 
     def on_pin(self, span: Span) -> None:
         """Call the experts. A span that is used is no victim any more."""
-        self._drop_victim(span)
-        self._call("on_pin", span)
+        if self._chosen is not None and self._chosen[0] is span:
+            self._chosen = None
+        for index, on_pin in self._on_pin:
+            on_pin(span.data[index])
 
-    on_access = _passed_on("on_access")
-    on_release = _passed_on("on_release")
-    on_leaf = _passed_on("on_leaf")
+    def on_access(self, span: Span, now: int) -> None:
+        """Call the experts."""
+        for index, on_access in self._on_access:
+            on_access(span.data[index], now)
+
+    def on_release(self, span: Span, now: int) -> None:
+        """Call the experts."""
+        for index, on_release in self._on_release:
+            on_release(span.data[index], now)
+
+    def on_leaf(self, span: Span) -> None:
+        """Call the experts."""
+        for index, on_leaf in self._on_leaf:
+            on_leaf(span.data[index])
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Remember the blocks that left, for the experts that chose them."""
-        self._remember(span, blocks)
-        self._call("on_trim", span, blocks)
+        if self._chosen is not None and self._chosen[0] is span:
+            self._remember(span, blocks)
+        for index, on_trim in self._on_trim:
+            on_trim(span.data[index], blocks)
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Remember the blocks that left, for the experts that chose them."""
-        self._remember(span, span.blocks)
-        self._drop_victim(span)
-        self._call("on_remove", span, reason)
+        if self._chosen is not None and self._chosen[0] is span:
+            self._remember(span, span.blocks)
+            self._chosen = None
+        for index, on_remove in self._on_remove:
+            on_remove(span.data[index], reason)
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """Reduce the weight of the experts whose victims `request` misses."""
@@ -197,33 +202,34 @@ class Adaptive(EvictionPolicy):
             if total:
                 keep = 1 - self.discount
                 self._weights = [keep * weight / total + even for weight in reduced]
-        for _, on_miss in self._overrides["on_miss"]:
+        for _, on_miss in self._on_miss:
             on_miss(request, hit_blocks, now)
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Call the experts."""
-        for _, on_queued in self._overrides["on_queued"]:
+        for _, on_queued in self._on_queued:
             on_queued(request, now, front=front)
 
     def on_dequeued(self, request: Request, now: int) -> None:
         """Call the experts."""
-        for _, on_dequeued in self._overrides["on_dequeued"]:
+        for _, on_dequeued in self._on_dequeued:
             on_dequeued(request, now)
 
     def on_end(self, request: Request, now: int) -> None:
         """Call the experts."""
-        for _, on_end in self._overrides["on_end"]:
+        for _, on_end in self._on_end:
             on_end(request, now)
 
     def victim(self, now: int) -> Span:
         """Return the victim of the expert that is drawn for the request."""
         if self._chosen is None:
-            drawn, victims = self._draw(), []
+            drawn, victims, requester = self._draw(), [], self.requester
             for expert in self._experts:
-                expert.requester = self.requester
-                victims.append(_span_of(expert.victim(now)))
+                expert.requester = requester
+                answer: Any = expert.victim(now)
+                victims.append(answer.span if type(answer) is ExpertSpan else answer)
             victim = victims[drawn]
-            choosers = tuple(at for at, other in enumerate(victims) if other is victim)
+            choosers = tuple([at for at, other in enumerate(victims) if other is victim])
             self._chosen = victim, drawn, choosers
         return self._chosen[0]
 
@@ -236,9 +242,10 @@ class Adaptive(EvictionPolicy):
     def _expert_spans(self, span: Span) -> tuple[ExpertSpan, ...]:
         return tuple([ExpertSpan(span, index) for index in range(len(self._experts))])
 
-    def _call(self, callback: str, span: Span, *args: Any) -> None:
-        for index, override in self._overrides[callback]:
-            override(span.data[index], *args)
+    def _calls(self, callback: str) -> list[tuple[int, Callable[..., Any]]]:
+        """Return the experts that define `callback`: their indices, and what to call."""
+        found = ((at, find_override(each, callback)) for at, each in enumerate(self._experts))
+        return [(at, override) for at, override in found if override is not None]
 
     def _draw(self) -> int:
         """Return the index of an expert, drawn by weight for the request."""
@@ -253,13 +260,9 @@ class Adaptive(EvictionPolicy):
 
     def _remember(self, span: Span, blocks: int) -> None:
         """Remember the last `blocks` blocks of the victim, for the experts that chose it."""
-        if self._chosen is not None and self._chosen[0] is span:
-            for index in self._chosen[2]:
-                self._ghosts[index].add(span, blocks)
-
-    def _drop_victim(self, span: Span) -> None:
-        if self._chosen is not None and self._chosen[0] is span:
-            self._chosen = None
+        assert self._chosen is not None
+        for index in self._chosen[2]:
+            self._ghosts[index].add(span, blocks)
 
 
 def _build(experts: str | Sequence[EvictionPolicy]) -> list[EvictionPolicy]:
@@ -286,8 +289,3 @@ def _build(experts: str | Sequence[EvictionPolicy]) -> list[EvictionPolicy]:
             raise InputError(msg)
         expert.bind()
     return built
-
-
-def _span_of(answer: Any) -> Any:
-    """Return the span behind the answer of an expert."""
-    return answer.span if isinstance(answer, ExpertSpan) else answer

@@ -139,6 +139,7 @@ ScaledFloat: TypeAlias = tuple[int, float]
 ONE: ScaledFloat = (0, 1.0)
 
 TABLE_BITS = 10
+TABLE_MASK = (1 << TABLE_BITS) - 1
 TABLES = 3
 FRACTION_BITS = TABLE_BITS * TABLES
 """Bits of the fraction of an exponent that `exp2` looks up, `TABLE_BITS` in each table."""
@@ -171,10 +172,12 @@ def exp2(numerator: int, denominator: int) -> ScaledFloat:
     """Return 2^(numerator / denominator), the fraction to 30 bits. O(1)."""
     exponent, rest = divmod(numerator, denominator)
     fraction = (rest << FRACTION_BITS) // denominator
-    mask = (1 << TABLE_BITS) - 1
-    mantissa = 1.0
-    for index, table in enumerate(_tables()):
-        mantissa *= table[(fraction >> TABLE_BITS * (TABLES - 1 - index)) & mask]
+    first, second, third = _tables()
+    mantissa = (
+        first[fraction >> 2 * TABLE_BITS]
+        * second[(fraction >> TABLE_BITS) & TABLE_MASK]
+        * third[fraction & TABLE_MASK]
+    )
     return normalize(exponent, mantissa)
 
 

@@ -202,8 +202,6 @@ ROWS = 4
 
 MAX_COUNT = 15
 
-DOORKEEPER_HASHES = 3
-
 DOORKEEPER_BITS = 8
 """Bits of the doorkeeper for each use in a period: with three hashes, 3 % are false."""
 
@@ -236,10 +234,15 @@ class FrequencySketch:
     def add(self, key: Key) -> None:
         """Count a use of `key`."""
         first, step = _hashes(key)
-        if not self._mark(first, step):
+        stored, bits = self._doorkeeper, self._bits(first, step)
+        if all(stored[place >> 3] >> (place & 7) & 1 for place in bits):
+            counts = self._counts
             for cell in self._cells(first, step):
-                if self._counts[cell] < MAX_COUNT:
-                    self._counts[cell] += 1
+                if counts[cell] < MAX_COUNT:
+                    counts[cell] += 1
+        else:
+            for place in bits:
+                stored[place >> 3] |= 1 << (place & 7)
         self._uses += 1
         if self._uses == self.period:
             self._uses //= 2
@@ -249,27 +252,26 @@ class FrequencySketch:
     def estimate(self, key: Key) -> int:
         """Return about how often `key` was used, 0 to 16; older uses count less."""
         first, step = _hashes(key)
-        least = min(self._counts[cell] for cell in self._cells(first, step))
-        return least + all(
-            self._doorkeeper[byte] & bit for byte, bit in self._bits(first, step)
+        counts, stored = self._counts, self._doorkeeper
+        least = min([counts[cell] for cell in self._cells(first, step)])
+        bits = self._bits(first, step)
+        return least + all(stored[place >> 3] >> (place & 7) & 1 for place in bits)
+
+    def _cells(self, first: int, step: int) -> tuple[int, int, int, int]:
+        """Return the place of a key's count in each row."""
+        width = self._width
+        rest = width - 1  # the width is a power of two
+        return (
+            first & rest,
+            width + ((first + step) & rest),
+            2 * width + ((first + 2 * step) & rest),
+            3 * width + ((first + 3 * step) & rest),
         )
 
-    def _mark(self, first: int, step: int) -> bool:
-        """Store a key in the doorkeeper; return True if it was not in there."""
-        is_new = False
-        for byte, bit in self._bits(first, step):
-            is_new = is_new or not self._doorkeeper[byte] & bit
-            self._doorkeeper[byte] |= bit
-        return is_new
-
-    def _cells(self, first: int, step: int) -> list[int]:
-        width = self._width
-        return [row * width + (first + row * step) % width for row in range(ROWS)]
-
-    def _bits(self, first: int, step: int) -> list[tuple[int, int]]:
-        size = 8 * len(self._doorkeeper)
-        places = ((first + index * step) % size for index in range(DOORKEEPER_HASHES))
-        return [(place >> 3, 1 << (place & 7)) for place in places]
+    def _bits(self, first: int, step: int) -> tuple[int, int, int]:
+        """Return the bits of a key in the doorkeeper, by one hash each."""
+        rest = 8 * len(self._doorkeeper) - 1
+        return first & rest, (first + step) & rest, (first + 2 * step) & rest
 
 
 def _hashes(key: Key) -> tuple[int, int]:

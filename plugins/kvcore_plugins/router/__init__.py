@@ -1,17 +1,40 @@
 """Built-in routers."""
 
-from kvcore_plugins.router.affinity import PrefixAffinity
-from kvcore_plugins.router.dynamo import Dynamo
-from kvcore_plugins.router.least_requests import LeastRequests
-from kvcore_plugins.router.llm_d import LLMD
-from kvcore_plugins.router.lmetric import LMetric
-from kvcore_plugins.router.loadaware import LoadAware
-from kvcore_plugins.router.mooncake import Mooncake
-from kvcore_plugins.router.preble import Preble
-from kvcore_plugins.router.random import PowerOfTwo, Random
-from kvcore_plugins.router.round_robin import RoundRobin
-from kvcore_plugins.router.session import SessionAffinity
-from kvcore_plugins.router.sglang import SGLang
+from typing import TYPE_CHECKING
+
+from kvcore.lazy import deferred
+
+if TYPE_CHECKING:
+    from kvcore_plugins.router.affinity import PrefixAffinity
+    from kvcore_plugins.router.dynamo import Dynamo
+    from kvcore_plugins.router.least_requests import LeastRequests
+    from kvcore_plugins.router.llm_d import LLMD
+    from kvcore_plugins.router.lmetric import LMetric
+    from kvcore_plugins.router.loadaware import LoadAware
+    from kvcore_plugins.router.mooncake import Mooncake
+    from kvcore_plugins.router.preble import Preble
+    from kvcore_plugins.router.random import PowerOfTwo, Random
+    from kvcore_plugins.router.round_robin import RoundRobin
+    from kvcore_plugins.router.session import SessionAffinity
+    from kvcore_plugins.router.sglang import SGLang
+else:
+    __getattr__, __dir__ = deferred(
+        __name__,
+        {
+            "affinity": "PrefixAffinity",
+            "dynamo": "Dynamo",
+            "least_requests": "LeastRequests",
+            "llm_d": "LLMD",
+            "lmetric": "LMetric",
+            "loadaware": "LoadAware",
+            "mooncake": "Mooncake",
+            "preble": "Preble",
+            "random": "PowerOfTwo Random",
+            "round_robin": "RoundRobin",
+            "session": "SessionAffinity",
+            "sglang": "SGLang",
+        },
+    )
 
 __all__ = [
     "LLMD",

@@ -1,11 +1,29 @@
 """Built-in schedulers."""
 
-from kvcore_plugins.scheduler.fair import Fair
-from kvcore_plugins.scheduler.fcfs import FCFS
-from kvcore_plugins.scheduler.lpm import LPM
-from kvcore_plugins.scheduler.priority import Priority
-from kvcore_plugins.scheduler.sjf import SJF
-from kvcore_plugins.scheduler.slo import LeastSlack
-from kvcore_plugins.scheduler.srpt import SRPT
+from typing import TYPE_CHECKING
+
+from kvcore.lazy import deferred
+
+if TYPE_CHECKING:
+    from kvcore_plugins.scheduler.fair import Fair
+    from kvcore_plugins.scheduler.fcfs import FCFS
+    from kvcore_plugins.scheduler.lpm import LPM
+    from kvcore_plugins.scheduler.priority import Priority
+    from kvcore_plugins.scheduler.sjf import SJF
+    from kvcore_plugins.scheduler.slo import LeastSlack
+    from kvcore_plugins.scheduler.srpt import SRPT
+else:
+    __getattr__, __dir__ = deferred(
+        __name__,
+        {
+            "fair": "Fair",
+            "fcfs": "FCFS",
+            "lpm": "LPM",
+            "priority": "Priority",
+            "sjf": "SJF",
+            "slo": "LeastSlack",
+            "srpt": "SRPT",
+        },
+    )
 
 __all__ = ["FCFS", "LPM", "SJF", "SRPT", "Fair", "LeastSlack", "Priority"]

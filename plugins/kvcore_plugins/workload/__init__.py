@@ -1,16 +1,38 @@
 """The built-in workloads: recorded traces of several formats, and synthetic requests."""
 
-from kvcore_plugins.workload.azure import Azure
-from kvcore_plugins.workload.bench import Bench
-from kvcore_plugins.workload.chat import Chat
-from kvcore_plugins.workload.jsonl import Jsonl
-from kvcore_plugins.workload.kv_events import KvEvents
-from kvcore_plugins.workload.lengths import Lengths
-from kvcore_plugins.workload.lmcache import LMCache
-from kvcore_plugins.workload.mooncake import Mooncake
-from kvcore_plugins.workload.trace import Recording
-from kvcore_plugins.workload.weka import Weka
-from kvcore_plugins.workload.zipf import Zipf
+from typing import TYPE_CHECKING
+
+from kvcore.lazy import deferred
+
+if TYPE_CHECKING:
+    from kvcore_plugins.workload.azure import Azure
+    from kvcore_plugins.workload.bench import Bench
+    from kvcore_plugins.workload.chat import Chat
+    from kvcore_plugins.workload.jsonl import Jsonl
+    from kvcore_plugins.workload.kv_events import KvEvents
+    from kvcore_plugins.workload.lengths import Lengths
+    from kvcore_plugins.workload.lmcache import LMCache
+    from kvcore_plugins.workload.mooncake import Mooncake
+    from kvcore_plugins.workload.trace import Recording
+    from kvcore_plugins.workload.weka import Weka
+    from kvcore_plugins.workload.zipf import Zipf
+else:
+    __getattr__, __dir__ = deferred(
+        __name__,
+        {
+            "azure": "Azure",
+            "bench": "Bench",
+            "chat": "Chat",
+            "jsonl": "Jsonl",
+            "kv_events": "KvEvents",
+            "lengths": "Lengths",
+            "lmcache": "LMCache",
+            "mooncake": "Mooncake",
+            "trace": "Recording",
+            "weka": "Weka",
+            "zipf": "Zipf",
+        },
+    )
 
 __all__ = [
     "Azure",

@@ -13,6 +13,7 @@ from attrs.validators import ge, gt, le, lt
 from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
+from kvcore.units import as_float
 from kvcore_plugins.workload.poisson import poisson_arrivals
 
 _MANY = 10_000_000
@@ -43,10 +44,10 @@ class Bench(Workload):
 
     requests: int = attrs.field(default=1_000, validator=[ge(1), le(_MANY)])
     concurrency: int | None = attrs.field(default=None, validator=if_given([ge(1), le(_MANY)]))
-    rate: float = attrs.field(default=inf, converter=float, validator=gt(0))
+    rate: float = attrs.field(default=inf, converter=as_float, validator=gt(0))
     input_tokens: int = attrs.field(default=1_024, validator=[ge(1), le(_MANY)])
     output_tokens: int = attrs.field(default=128, validator=[ge(0), le(_MANY)])
-    spread: float = attrs.field(default=0.0, converter=float, validator=[ge(0), lt(1)])
+    spread: float = attrs.field(default=0.0, converter=as_float, validator=[ge(0), lt(1)])
     key_tokens: int = attrs.field(default=16, validator=ge(1))
     seed: int = 0
 

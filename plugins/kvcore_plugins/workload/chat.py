@@ -19,7 +19,7 @@ from kvcore import InputError, Request
 from kvcore.extras import import_extra
 from kvcore.files import as_path
 from kvcore.request import block_keys
-from kvcore.units import NS_PER_S
+from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import file_digest
 from kvcore_plugins.workload.rows import Row, TimedFile, Turn, merged, rows
 
@@ -91,7 +91,7 @@ class Chat(TimedFile):
     tokens: str = attrs.field(default="words", validator=in_(tuple(_ESTIMATES)))
     time: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
-    think: float = attrs.field(default=0.0, converter=float, validator=[ge(0), lt(1e9)])
+    think: float = attrs.field(default=0.0, converter=as_float, validator=[ge(0), lt(1e9)])
     key_tokens: int = attrs.field(default=16, validator=ge(1))
     _timed: bool | None = attrs.field(default=None, init=False, repr=False)
     _unanswered: list[int] = attrs.field(factory=list, init=False, repr=False)

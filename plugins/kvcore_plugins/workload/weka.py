@@ -16,7 +16,7 @@ from attrs.validators import ge, lt
 
 from kvcore import Request
 from kvcore.request import KeyPrefix
-from kvcore.units import NS_PER_S
+from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import lines
 from kvcore_plugins.workload.poisson import exponential
 from kvcore_plugins.workload.rows import MOST_NESTED, FileWorkload, Row, Turn, merged, too_deep
@@ -54,7 +54,7 @@ class Weka(FileWorkload):
     key_tokens: ClassVar[int] = _KEY_TOKENS
     line_fields = (("id", "block_size", "requests"),)
 
-    stagger: float = attrs.field(default=60.0, converter=float, validator=[ge(0), lt(inf)])
+    stagger: float = attrs.field(default=60.0, converter=as_float, validator=[ge(0), lt(inf)])
     seed: int = 0
 
     def __iter__(self) -> Iterator[Request]:

@@ -14,7 +14,7 @@ import attrs
 from attrs.validators import ge, in_, le
 
 from kvcore import InputError, Request, Workload
-from kvcore.units import NS_PER_S
+from kvcore.units import NS_PER_S, as_float
 from kvcore_plugins.workload.poisson import poisson_arrivals
 
 ARRIVALS = ("poisson", "bursty", "uniform")
@@ -55,10 +55,10 @@ class Zipf(Workload):
 
     requests: int = attrs.field(default=10_000, validator=ge(1))
     arrivals: str = attrs.field(default="poisson", validator=in_(ARRIVALS))
-    rate: float = attrs.field(default=10.0, converter=float, validator=[ge(1e-9), le(1e9)])
+    rate: float = attrs.field(default=10.0, converter=as_float, validator=[ge(1e-9), le(1e9)])
     burst: int = attrs.field(default=8, validator=[ge(1), le(_MANY)])
     prefixes: int = attrs.field(default=1_000, validator=[ge(1), le(_MANY)])
-    skew: float = attrs.field(default=1.0, converter=float, validator=[ge(0), le(100)])
+    skew: float = attrs.field(default=1.0, converter=as_float, validator=[ge(0), le(100)])
     prefix_tokens: int = attrs.field(default=2_048, validator=[ge(0), le(_MANY)])
     suffix_tokens: int = attrs.field(default=256, validator=[ge(0), le(_MANY)])
     output_tokens: int = attrs.field(default=128, validator=[ge(0), le(_MANY)])

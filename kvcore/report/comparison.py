@@ -1,0 +1,238 @@
+"""A comparison for people: a table with a headline and sentences, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import attrs
+
+from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
+from kvcore.models.cost import PrefillCost
+from kvcore.report.tables import counted, looked_up, named, option_texts, replay_setup
+
+CSV_COLUMNS = (
+    *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
+    *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
+    *("hit_ratio_request", "evicted_blocks", "share_of_optimum"),
+    *(
+        "reused_blocks",
+        "reuse_ratio_block",
+        "reuse_ratio_token",
+        "reuse_ratio_request",
+        "wall_s",
+    ),
+)
+
+WEIGHS_COST = "cost"
+"""The policy whose ranking depends on what a block costs to compute again."""
+
+
+@attrs.frozen
+class ComparisonReport:
+    """A comparison as a table with a headline and sentences.
+
+    Attributes:
+        comparison: what is reported.
+        memory: for pools given in bytes, what to call each size in blocks.
+        prefix: the prefix cache of the pools.
+        recompute: what it costs to compute a block again; None: not told.
+        tiers: the tiers below the pool, as `describe` says them.
+    """
+
+    comparison: Comparison
+    memory: Mapping[int, str] | None = None
+    prefix: str = SHARING
+    recompute: PrefillCost | None = None
+    tiers: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def headline(self) -> str:
+        """One sentence that says what the numbers of the table are."""
+        source, infinite = self.comparison.workload, self.comparison.infinite
+        by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
+        if not infinite.lookup_blocks:
+            requests = counted(source.requests, "request")
+            return f"{source.name}: {requests}.\n{self._nothing()}"
+        size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
+        brackets = "; in brackets, the share of the optimum's hits" if self._ranked else ""
+        return (
+            f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
+            f"The share of these that hit, by {by}{brackets}."
+        )
+
+    @property
+    def setup(self) -> str:
+        """What was run, but for what the rows say."""
+        found = self.comparison
+        return replay_setup(
+            found.workload,
+            found.rows[0].block_size,
+            found.accounting,
+            plugins={"prefix": {"name": self.prefix, "options": {}}},
+            tiers=self.tiers,
+        )
+
+    @property
+    def empty(self) -> bool:
+        """True if nothing is looked up, so that the headline says everything."""
+        return not self.comparison.infinite.lookup_blocks
+
+    @property
+    def headers(self) -> list[str]:
+        """Headers of the table: one column a pool size."""
+        sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
+        return ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Rows of the table: one a policy, and one of the infinite cache."""
+        table: dict[str, list[str]] = {}
+        for name, row in named(self.comparison.rows):
+            table.setdefault(name, []).append(_cell(row))
+            if self._tiered:
+                table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
+        infinite = _cell(self.comparison.infinite)
+        table["infinite"] = [infinite] * (len(self.headers) - 1)
+        return [[name, *cells] for name, cells in table.items()]
+
+    @property
+    def reading(self) -> str:
+        """Sentences about what the table shows."""
+        infinite = self.comparison.infinite
+        if not infinite.hit_blocks:
+            if self.prefix != SHARING:
+                return f"With prefix cache {self.prefix!r} nothing can hit."
+            return "No request shares a block with an earlier one: nothing can hit."
+        blocks = counted(infinite.distinct_blocks, "block")
+        lines = (
+            f"infinite: a cache that never evicts ({blocks} in the end). No pool hits more.",
+            self._tiers(),
+            self._most_hits(),
+            self._saturation(),
+            self._options(),
+        )
+        return "\n".join(line for line in lines if line)
+
+    @property
+    def _ranked(self) -> bool:
+        return any(row.share_of_optimum is not None for row in self.comparison.rows)
+
+    @property
+    def _tiered(self) -> bool:
+        return any(row.reuse_ratio is not None for row in self.comparison.rows)
+
+    def _reuse_cell(self, row: Row) -> str:
+        """Return what the pool and the tiers had, and its share of the most they could have."""
+        rows, reused = self.comparison.rows, row.reused_blocks
+        most = {each.blocks: each.reused_blocks for each in rows if _is_optimum(each)}
+        bound = None if _is_optimum(row) else most.get(row.blocks)
+        ratio = None if row.reuse_ratio is None else row.reuse_ratio["block"]
+        return _reused(ratio, reused / bound if bound and reused is not None else None)
+
+    def _nothing(self) -> str:
+        keys = "The requests have no keys"
+        if self.comparison.accounting != "keys":
+            keys += ", or none that fills a block"
+        return f"{keys}: there is nothing to look up."
+
+    def _size(self, blocks: int) -> str:
+        return f"{blocks:,}" if self.memory is None else self.memory[blocks]
+
+    def _sizes(self, sizes: list[str]) -> str:
+        unit = "" if self.memory else " block" if sizes == ["1"] else " blocks"
+        return f"{_enumerated(sizes)}{unit}"
+
+    def _policies(self) -> list[tuple[str, Row]]:
+        rows = named(self.comparison.rows)
+        return [(name, row) for name, row in rows if row.eviction != Belady.name]
+
+    def _tiers(self) -> str:
+        """Return the sentence about the rows with tiers."""
+        found = next((row.tiers for row in self.comparison.rows if row.tiers), None)
+        if not found:
+            return ""
+        sizes = (f"{counted(tier['slots'], 'block')} in {tier['tier']}" for tier in found)
+        below = _enumerated(list(sizes))
+        bound = ", of which optimum + tiers is the most" if self._ranked else ""
+        return f"+ tiers: what the pool or a tier below it had ({below}){bound}."
+
+    def _most_hits(self) -> str:
+        """Return the sentence about the policy that hits most at each pool size."""
+        policies = self._policies()
+        won: dict[str, list[str]] = {}
+        for size in dict.fromkeys(row.blocks for _, row in policies):
+            ranking = sorted(
+                ((row.hit_blocks, name) for name, row in policies if row.blocks == size),
+                reverse=True,
+            )
+            if len(ranking) > 1 and ranking[0][0] > ranking[1][0]:
+                won.setdefault(ranking[0][1], []).append(self._size(size))
+        winners = [f"{name} with {self._sizes(sizes)}" for name, sizes in won.items()]
+        return f"Most hits: {'; '.join(winners)}." if winners else ""
+
+    def _saturation(self) -> str:
+        """Return the sentence about the size from which the optimum hits all that can hit."""
+        enough = [
+            row.blocks
+            for row in self.comparison.rows
+            if _is_optimum(row) and row.hit_blocks == self.comparison.infinite.hit_blocks
+        ]
+        if not enough:
+            return ""
+        return (
+            f"With {counted(min(enough), 'block')} the optimum hits all that can hit: from "
+            "there on, policies lack foresight, not memory."
+        )
+
+    def _options(self) -> str:
+        """Return the options that the policies' names do not show."""
+        texts: dict[str, str] = {}
+        for name, row in self._policies():
+            rest = (text for text in option_texts(row.options) if text not in name)
+            texts[row.eviction] = ", ".join(rest)
+        told = [f"{name} {text}" for name, text in texts.items() if text]
+        if WEIGHS_COST in texts and self.recompute is not None:
+            whose = f"{self.recompute.model} on {self.recompute.device}"
+            told.append(f"{WEIGHS_COST}: recompute cost of {whose}")
+        options = "; ".join(told)
+        return f"Options: {options}." if options else ""
+
+
+def write_csv(comparison: Comparison, file: TextIO) -> None:
+    """Write the rows of a comparison as CSV with a header, ratios in full precision.
+
+    The options are one column, as JSON. An empty cell is no value.
+    """
+    writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in comparison.rows:
+        fields: dict[str, Any] = {name: getattr(row, name, None) for name in CSV_COLUMNS}
+        fields |= {"workload": comparison.workload.name, "count": comparison.accounting}
+        fields |= {f"hit_ratio_{kind}": ratio for kind, ratio in row.hit_ratio.items()}
+        reused = row.reuse_ratio or {}
+        fields |= {f"reuse_ratio_{kind}": ratio for kind, ratio in reused.items()}
+        writer.writerow(fields | {"options": json.dumps(row.options)})
+
+
+def _is_optimum(row: Row) -> bool:
+    return row.eviction == Belady.name and not row.options["bypass"]
+
+
+def _reused(ratio: float | None, part: float | None) -> str:
+    """Return a hit ratio, and in brackets the share of the most there could be."""
+    text = f"{'-' if ratio is None else f'{ratio:.1%}':>5}"
+    return text if part is None else f"{text} {f'({part:.0%})':>5}"
+
+
+def _cell(result: Row | Infinite) -> str:
+    part = None
+    if isinstance(result, Row) and not _is_optimum(result):
+        part = result.share_of_optimum
+    return _reused(result.hit_ratio["block"], part)
+
+
+def _enumerated(words: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)

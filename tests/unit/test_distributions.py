@@ -1,0 +1,113 @@
+"""What is installed is what `importlib.metadata` finds."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from importlib import metadata
+
+import pytest
+
+from kvcore import distributions
+
+
+def install(place, name, version="1.0", points="", end="dist-info", file="METADATA"):
+    """Describe a distribution as installed in `place`."""
+    info = place / f"{name}-{version}.{end}"
+    info.mkdir(parents=True)
+    header = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n\n"
+    (info / file).write_text(f"{header}Version: in the text\n")
+    if points:
+        (info / "entry_points.txt").write_text(points)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Return two directories, which alone are on `sys.path`."""
+    found = [tmp_path / "first", tmp_path / "second"]
+    for place in found:
+        place.mkdir()
+    monkeypatch.setattr(sys, "path", [*map(str, found), str(tmp_path / "missing")])
+    return found
+
+
+def told(points):
+    """Return what there is to say of entry points, in any order."""
+    return sorted((p.name, p.value, p.module, p.dist.name, p.dist.version) for p in points)
+
+
+def agree():
+    """Assert that `importlib.metadata` finds the same entry points, and return them."""
+    found = told(distributions.entry_points("kvcore"))
+    assert found == told(metadata.entry_points(group="kvcore"))
+    return [name for name, *_ in found]
+
+
+def test_what_is_installed_here():
+    """In this environment both find the same."""
+    assert "builtin" in agree()
+    assert distributions.version("kvcore") == metadata.version("kvcore")
+
+
+def test_points_of_several_places(places):
+    """Every directory counts, eggs as well; sections of others, and comments, do not."""
+    install(places[0], "one", points="[kvcore]\n# a = b\nx = pack:Class\n\n[other]\ny = z\n")
+    install(places[0], "none", points="[console_scripts]\nkvcore = x:main\n")
+    more = {"end": "egg-info", "file": "PKG-INFO", "points": "[kvcore]\nz=a.b:C.d\n"}
+    install(places[1], "old_one", **more)
+    assert agree() == ["x", "z"]
+
+
+def test_the_first_of_a_name_hides_others(places):
+    """A distribution counts where it is first found, however its name is written."""
+    install(places[0], "Some.Name")
+    install(places[1], "some_name", "2.0", points="[kvcore]\nhidden = x\n")
+    assert agree() == []
+    assert distributions.version("some--name") == metadata.version("some-name") == "1.0"
+
+
+def test_points_with_extras(places):
+    """What only `importlib.metadata` can read is read by it."""
+    install(places[0], "one", points="[kvcore]\nx = pack.mod : Class [extra]\n")
+    assert agree() == ["x"]
+
+
+def test_points_of_one_distribution(places):
+    """Those of others are left out."""
+    for name in ("one", "two"):
+        install(places[0], name, points=f"[kvcore]\n{name} = x\n")
+    assert told(distributions.entry_points("kvcore", of="Two")) == [
+        ("two", "x", "x", "two", "1.0")
+    ]
+    assert distributions.entry_points("kvcore", of="three") == []
+
+
+def test_points_load_what_they_name(places):
+    """A module, or a name in one; what is not there is an error of Python's own."""
+    points = "[kvcore]\na = json\nb = os:path.join\nc = json:missing\n"
+    install(places[0], "one", points=points)
+    module, function, missing = distributions.entry_points("kvcore")
+    assert (module.load().__name__, function.load().__name__) == ("json", "join")
+    with pytest.raises(AttributeError):
+        missing.load()
+
+
+def test_archives_on_the_path(places, tmp_path, monkeypatch):
+    """In an archive, distributions are found as well."""
+    install(places[0], "zipped", points="[kvcore]\nz = x\n")
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted(places[0].rglob("*")):
+            file.write(path, path.relative_to(places[0]))
+    monkeypatch.setattr(sys, "path", [str(archive)])
+    assert agree() == ["z"]
+    assert told(distributions.entry_points("kvcore", of="zipped"))
+    assert distributions.version("zipped") == "1.0"
+    assert distributions.entry_points("kvcore", of="other") == []
+    assert distributions.version("other") is None
+
+
+def test_version_that_is_missing(places):
+    """What is not installed has none."""
+    assert places
+    assert distributions.version("kvcore") is None
