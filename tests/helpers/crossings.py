@@ -1,8 +1,8 @@
 """Count the files of kvcore that a command enters, and the way of one request through them.
 
 What is counted are calls of functions in files under the two packages. Class bodies, and all
-that happens while a module is imported, are not; functions of other packages, and code
-without a file, are looked through.
+that happens while a module is imported, are not; functions of other packages, code without a
+file, and what finds modules to import are looked through.
 """
 
 import inspect
@@ -17,6 +17,9 @@ import kvcore
 import kvcore_plugins
 from kvcore import KVCache, Request
 from kvcore.cli import main as frame
+
+IMPORTING = ("lazy.py", "distributions.py")
+"""Files of the package `kvcore` that do for it what `importlib` does."""
 
 ROOTS = tuple(str(Path(root.__file__).parent) + os.sep for root in (kvcore, kvcore_plugins))
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
@@ -85,7 +88,9 @@ def _is_ours(code):
     """Return True if `code` is of a function in a file under the two packages."""
     # Bodies of modules and classes have no fast local variables.
     is_function = code.co_flags & inspect.CO_OPTIMIZED
-    return bool(is_function) and code.co_filename.startswith(ROOTS)
+    file = code.co_filename
+    ours = bool(is_function) and file.startswith(ROOTS)
+    return ours and file.removeprefix(ROOTS[0]) not in IMPORTING
 
 
 def way_of_command(*arguments):
