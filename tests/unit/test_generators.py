@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
-from kvcore.engine import DeviceMemory  # noqa: E402
+from kvcore.engine import DeviceMemory, Rotary  # noqa: E402
 from kvcore.models.catalogue import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
@@ -23,7 +23,6 @@ from kvcore.testing.dense import (  # noqa: E402
 )
 from kvcore_plugins.backend import TorchCPU  # noqa: E402
 from kvcore_plugins.generator import SinCos, Transformer  # noqa: E402
-from kvcore_plugins.generator._decoder import rotated  # noqa: E402
 from kvcore_plugins.generator.sampling import sample  # noqa: E402
 
 
@@ -155,11 +154,11 @@ def test_rotation_leaves_only_distances():
     """The product of a rotated query and key depends on how far apart they are."""
     source = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 8, generator=source, dtype=torch.float64)
-    speeds = 100 ** -(torch.arange(4, dtype=torch.float64) / 4)
+    rotary = Rotary(tuple(100 ** (-i / 4) for i in range(4)))
 
     def product(here, there):
         turned = [
-            rotated(x, ((at * speeds).cos(), (at * speeds).sin()))
+            rotary.rotate(x, *rotary.angles(torch.tensor(at)))
             for x, at in ((q, here), (k, there))
         ]
         return (turned[0] * turned[1]).sum()
