@@ -1,14 +1,14 @@
 """How hypothesis runs (always the same few examples; `thorough`: many), processes, coverage.
 
 What is measured for coverage are the tests of the folders `cli` and `unit`, with the processes
-that they start, but for those marked `slow`, and some conformance kits. The others run hardly
-anything that is not run by these, and take seven times as long while they are measured.
+that they start, but for those marked `slow`, and some conformance kits: they get the mark
+`measured`. The others run hardly anything that is not run by these, take several times as long
+while they are measured, and are slower even after others have been in the same process.
 """
 
 import gc
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,9 +43,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 TESTS = Path(__file__).parent
 PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
-UNMEASURED = {"conformance", "docs", "golden", "properties"}
+MEASURED = {"cli", "unit"}
 KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
 """Conformance tests that are measured: quick ones, whose kits nothing else runs."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests that are measured, before any are chosen by their marks."""
+    for item in items:
+        folder, *_ = item.path.relative_to(TESTS).parts
+        is_kit = folder == "conformance" and item.path.name in KITS
+        if (folder in MEASURED or is_kit) and item.get_closest_marker("slow") is None:
+            item.add_marker("measured")
 
 
 def pytest_collection_finish():
@@ -54,24 +64,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Measure no coverage while a slow test runs, or one of a folder that is not measured."""
-    package = sys.modules.get("coverage")
-    measured = package.Coverage.current() if package else None
-    folder, *_ = item.path.relative_to(TESTS).parts
-    left_out = folder in UNMEASURED and item.path.name not in KITS
-    left_out = left_out or item.get_closest_marker("slow") is not None
-    if measured is None or not left_out:
-        return (yield)
-    measured.stop()
-    # Coverage measures a process that finds these variables.
-    of_processes = {name: os.environ.pop(name) for name in PROCESSES if name in os.environ}
-    try:
-        return (yield)
-    finally:
-        os.environ.update(of_processes)
-        measured.start()
+def pytest_sessionfinish(session, exitstatus):
+    """Accept that of the tests that were asked for none has the mark that was asked for."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.markexpr:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture

@@ -277,12 +277,13 @@ def test_a_tier_without_limits_is_an_endless_pool(rows, write, exclusive):
     )
     tiered = serve(requests, blocks=11, latency=Bent(), tiers=(tier,), trace=False)
     endless = serve(requests, latency=Bent(), trace=False)
+    transfers = sum(tokens > 0 for tokens in tiered.result.log.loaded)
     for name, row in endless.rows.items():
         found = tiered.rows[name]
         at = tiered.result.log.ids.index(name)
         assert found["hit"] + tiered.result.log.loaded[at] == row["hit"]
-        # A transfer takes a whole nanosecond at least, in whole ones.
-        assert 0 <= found["first_token"] - row["first_token"] <= 1
+        # A transfer takes a whole nanosecond at least, and who waits for it makes others wait.
+        assert 0 <= found["first_token"] - row["first_token"] <= transfers
 
 
 @pytest.mark.parametrize("what", ["loaded", "swaps"])
