@@ -199,7 +199,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: shapes or dtypes are not those of the step and the layout.
         """
-        self._store(layer, plan, keys, values, None)
+        self.store_rotated(layer, plan, keys, values, None)
 
     def store_rotated(
         self,
@@ -215,9 +215,23 @@ class TorchBackend(Backend):
             InputError: shapes or dtypes are not those of the step and the layout, or tables
                 of the rotation do not fit the keys.
         """
-        if rotation is None:
-            self._store(layer, plan, keys, values, None)
-            return
+        if rotation is not None:
+            self._check_rotation(rotation, plan)
+        layout, count = self.layout, plan.batch.total_tokens
+        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
+        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
+        rows = self.stage(keys.detach()), self.stage(values.detach())
+        slots = plan.key_slots, plan.value_slots
+        turn = rotation if rotation is not None and rotation.pairs else None
+        self._pool.store(layer, slots, rows, plan.writes, turn)
+
+    @property
+    def fuses_rotation(self) -> bool:
+        """Whether Triton's kernel stores keys."""
+        return self._pool.keys[0].target is not None
+
+    def _check_rotation(self, rotation: Rotation, plan: StepPlan) -> None:
+        """Raise InputError unless a rotation fits the keys of a step."""
         count, width, tables = plan.batch.total_tokens, self.layout.head_dim, rotation.cos.shape
         rows = tables[0] if rotation.places is None else len(rotation.places)
         if rotation.sin.shape != tables or rows != count or 2 * tables[1] > width:
@@ -228,28 +242,6 @@ class TorchBackend(Backend):
                 "with a row for each token, or places that name one for each"
             )
             raise InputError(msg)
-        self._store(layer, plan, keys, values, rotation if rotation.pairs else None)
-
-    @property
-    def fuses_rotation(self) -> bool:
-        """Whether Triton's kernel stores keys."""
-        return self._pool.keys[0].target is not None
-
-    def _store(
-        self,
-        layer: int,
-        plan: StepPlan,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation | None,
-    ) -> None:
-        """Scatter K/V, after a look at what is given."""
-        layout, count = self.layout, plan.batch.total_tokens
-        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
-        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
-        rows = self.stage(keys.detach()), self.stage(values.detach())
-        slots = plan.key_slots, plan.value_slots
-        self._pool.store(layer, slots, rows, plan.writes, rotation)
 
     def attend(
         self,
