@@ -1,4 +1,4 @@
-"""Atomic files, which are whole or absent, and their compression."""
+"""Atomic files, which are whole or absent, their compression, and temporary ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from shutil import copyfileobj
+from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeAlias
+from weakref import finalize, ref
 
 from kvcore.errors import InputError, StorageError
 
@@ -403,6 +405,70 @@ def _keep_aside(part: Path) -> None:
     logging.getLogger("kvcore").warning(
         "kvcore: %s was left by a run that was killed: it is kept as %s", part, aside
     )
+
+
+class Spool:
+    """A temporary file for what would fill memory: bytes are stored once, and read by place.
+
+    It has no name, and is gone with the object. Threads may share one.
+
+    Attributes:
+        process: the process that made it.
+    """
+
+    def __init__(self) -> None:
+        """Open the file.
+
+        Raises:
+            OSError: it cannot be opened, or this system cannot write at a place in a file.
+        """
+        from tempfile import TemporaryFile  # noqa: PLC0415 - for long runs alone
+
+        if not hasattr(os, "pwrite"):
+            msg = "no file can be written at a place"
+            raise OSError(msg)
+        file = TemporaryFile(prefix="kvcore-", buffering=0)  # noqa: SIM115 - kept open
+        finalize(self, file.close)
+        self._file = file
+        self.process = os.getpid()
+        self._end = 0
+        self._lock = Lock()
+
+    @classmethod
+    def shared(cls) -> Spool:
+        """Return the one of this process, which lasts as long as somebody keeps it.
+
+        Raises:
+            OSError: as at its start.
+        """
+        global _spool  # noqa: PLW0603 - one file, however many columns there are
+        spool = _spool() if _spool is not None else None
+        # A process that was forked must not write where its parent does.
+        if spool is None or spool.process != os.getpid():
+            spool = cls()
+            _spool = ref(spool)
+        return spool
+
+    def store(self, data: bytes) -> int:
+        """Append `data`; return its place.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        with self._lock:
+            place, rest = self._end, memoryview(data)
+            while rest:
+                written = os.pwrite(self._file.fileno(), rest, self._end)
+                self._end += written
+                rest = rest[written:]
+        return place
+
+    def load(self, place: int, size: int) -> bytes:
+        """Return the `size` bytes that were stored at `place`."""
+        return os.pread(self._file.fileno(), size, place)
+
+
+_spool: ref[Spool] | None = None
 
 
 @contextmanager

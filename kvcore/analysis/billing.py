@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from operator import add
 from typing import Any, NamedTuple, Self
 
 import attrs
 
 from kvcore.models.pricing import HOUR, PriceModel, find_price
 from kvcore.request import Key, Request, chain_keys
-from kvcore.serving.loop import RunLog
+from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S
 from kvcore.workloads.logged import LoggedRequest, Usage
 
@@ -290,14 +291,15 @@ def bill(
     if log is not None:
         rows = {id_: row for row, id_ in enumerate(log.ids) if row not in log.reasons}
         served = (each for each in requests if each.id in rows)
-        arrived = sorted(served, key=lambda each: log.arrival[rows[each.id]])
+        came, hits = log.arrival.tolist(), list(map(add, log.hit, log.loaded))
+        arrived = sorted(served, key=lambda each: came[rows[each.id]])
     uncached, api, reported, run = (list[Charge]() for _ in range(4))
     for request in arrived:
         now, output = request.arrival, output_tokens(request)
         if log is not None:
             row = rows[request.id]
-            now = log.arrival[row]
-            run.append(hit_charge(price, request, log.hit[row] + log.loaded[row]))
+            now = came[row]
+            run.append(hit_charge(price, request, hits[row]))
         uncached.append(Charge(PromptSize.of(request).billed, 0, 0, 0, output))
         api.append(cache.charge(request, now))
         if isinstance(request, LoggedRequest) and request.usage is not None:

@@ -21,8 +21,8 @@ from kvcore.serving import Result
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, RunLog, ServingLoop
-from kvcore.serving.result import LAST, Queue, moments, offered_load
+from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, ServingLoop
+from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 from kvcore.serving.scheduler import Batching, Scheduler
 
 if TYPE_CHECKING:
@@ -169,8 +169,9 @@ class _Search:
         """Return False if the offered load rules a pool or a number of GPUs out."""
         parts, tokens = self.parts, blocks * self.parts.geometry.block_size
         latency = self.result.latency if devices is None else parts.latency(devices)
-        log, forgetting = self.result.log, self.result.cache.retention is not None
-        load = offered_load(log, parts.batching, latency, tokens, forgetting=forgetting)
+        forgetting = self.result.cache.retention is not None
+        work = finished_work(self.result.log)
+        load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
         return load is None or load <= 1
 
     def _holds(self, **changes: Any) -> bool:
@@ -213,17 +214,18 @@ class _Search:
         if not served or any(each.session is not None for each in served):
             return []
         scale = Fraction(str(parts.config.rate_scale))
-        log = RunLog(parts.blocks)
-        log.arrival.extend(int(each.arrival / scale) for each in served)
-        log.prompt.extend(each.prompt_tokens for each in served)
-        log.output.extend(each.output_tokens for each in served)
-        log.hit.extend([0] * len(served))
+        came = [int(each.arrival / scale) for each in served]
+        prompts = [each.prompt_tokens for each in served]
+        outputs = [each.output_tokens for each in served]
+        misses_alone = [(came, prompts, [0] * len(served), outputs)]
         tokens = parts.blocks * parts.geometry.block_size
         forgetting = parts.config.retention is not None
-        load = offered_load(log, parts.batching, latency, tokens, forgetting=forgetting)
+        load = offered_load(
+            misses_alone, parts.batching, latency, tokens, forgetting=forgetting
+        )
         if load is None or load > 1:
             return []
-        return moments(log.arrival[0], log.arrival[-1])[: -LAST - 1 : -1]
+        return moments(came[0], came[-1])[: -LAST - 1 : -1]
 
 
 class _QueueDecidedError(Exception):

@@ -19,8 +19,9 @@ from kvcore.plugins.options import Spec
 from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import MET, MISSED, UNJUDGED, Arrivals, RunLog, ServingLoop
+from kvcore.serving.loop import Arrivals, ServingLoop
 from kvcore.serving.result import Outcome
+from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
 
 Grant = Literal["", "foresight", "endless", "seen"]
@@ -222,8 +223,8 @@ class FleetTask(Task):
                 break
         merged = RunLog(0)
         for log in logs:
-            for name in ("arrival", "first_token", "finish", "output", "verdict"):
-                getattr(merged, name).extend(getattr(log, name))
+            for name, column in merged.columns().items():
+                column.extend(log.columns()[name])
         outcome, verdicts = Outcome(merged), merged.verdict
         prompts = [sum(log.prompt) for log in logs]
         judged = len(verdicts) - verdicts.count(UNJUDGED)

@@ -15,8 +15,8 @@ from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import SLO
 from kvcore.serving import DecodeSteps, Job
-from kvcore.serving.loop import RunLog
 from kvcore.serving.result import Outcome, hit_fields
+from kvcore.serving.stats import RunLog
 from kvcore.trace import TraceWorkload
 from kvcore.trace.check import check_event
 from kvcore.trace.fields import read_request, slo_of

@@ -25,8 +25,8 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import RunLog
 from kvcore.serving.simulate import serve
+from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace, TraceWorkload
 from kvcore.trace.fields import read_keys, read_request, version
 from kvcore.trace.reader import TraceReader

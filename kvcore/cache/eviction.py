@@ -27,6 +27,10 @@ class EvictionPolicy(Plugin):
 
     Attributes:
         expires_spans: whether the policy ever sets `span.expires`.
+        fixed_order: whether the order of victims depends on nothing but earlier callbacks:
+            neither on the time, nor on `requester`, nor on how many blocks a span has left. A
+            simulation may then evict at once what a batch needs in its next steps. Only what
+            a class says of itself counts: one that derives from it may decide otherwise.
         blocks, block_size: size of the pool in blocks and of a block in tokens, set by
             `attach`.
         requester: id of the request that needs the blocks of the next victim.
@@ -36,6 +40,7 @@ class EvictionPolicy(Plugin):
 
     kind: ClassVar[str] = "eviction"
     expires_spans: ClassVar[bool] = False
+    fixed_order: ClassVar[bool] = False
 
     blocks: int = 0
     block_size: int = 0

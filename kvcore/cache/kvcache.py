@@ -589,7 +589,7 @@ class KVCache:
             )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             if seq.private is None:
-                self.pool.free(None, private)
+                self.pool.free_blocks += private  # all that a pool does that counts
             else:
                 self._free_last(seq, private)
         request, tree = seq.request, self.tree
@@ -674,6 +674,25 @@ class KVCache:
             self._raise_failure()
         self.now = now
         self.tree.allocate(1, seq, now)
+
+    def free_ahead(
+        self, blocks: int, requester: int | str, now: int, times: Keys[int] | None = None
+    ) -> None:
+        """Evict `blocks` blocks, at least, which become free: so many are evictable.
+
+        For the growth of many sequences over many steps, where the pool counts and the order of
+        victims is fixed. `times` (ns) are when `reserve` would have evicted each of them; None:
+        nobody wants to know.
+
+        Raises:
+            PolicyError: a plugin failed.
+        """
+        if self.tree.failure is not None:
+            self._raise_failure()
+        self.now = now
+        before = self.tree.evicted_blocks
+        self.tree.evict(blocks, requester, now, times)
+        self.pool.free_blocks += self.tree.evicted_blocks - before
 
     def settle(self, seq: Sequence, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`. O(1).

@@ -27,7 +27,8 @@ the path with these keys were stored. Each key stands for `ratio` blocks."""
 
 Exit: TypeAlias = tuple[Keys[Key], int, int, int, int, int, int]
 """(keys, first, end, ratio, idle, lifetime, hits): the blocks `[first, end)` of that path left.
-Last come the ns since their last access, those since they were stored, and their hits."""
+Last come the ns since their last access, those since they were stored (-1 where blocks left
+one by one), and their hits."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
@@ -218,6 +219,17 @@ class Residency:
         if len(notes) > BATCH:
             self.settle()
 
+    def on_evict_by_block(self, span: Span, times: Keys[int]) -> None:
+        """Called when as many of the last blocks of `span` are evicted, one at each time."""
+        end, accessed, created = span.end, span.last_access, span.created
+        self._gone.append(
+            (span.path_keys, end - len(times), end, span.geometry.ratio, -1, -1, span.hit_count)
+        )
+        self.age_at_eviction.add_ascending(times, accessed)
+        self.lifetime.add_ascending(times, created)
+        if len(self._gone) > BATCH:
+            self.settle()
+
     def record_hit(self, age: int, blocks: int) -> None:
         """Record a hit of `blocks` blocks, `age` ns after their last access."""
         self._ages.append((age, blocks))
@@ -254,11 +266,16 @@ class Residency:
         if not gone:
             return
         _, first, end, _, idle, lifetime, hits = zip(*gone, strict=True)
-        blocks = list(map(sub, end, first))
+        blocks = tuple(map(sub, end, first))
         self.evicted_blocks[reason] += sum(blocks)
+        self.hits_at_eviction.extend(hits, blocks)
+        if -1 in idle:  # their times are counted
+            rest = [each for each in zip(idle, lifetime, blocks, strict=True) if each[0] >= 0]
+            if not rest:
+                return
+            idle, lifetime, blocks = zip(*rest, strict=True)
         self.age_at_eviction.extend(idle, blocks)
         self.lifetime.extend(lifetime, blocks)
-        self.hits_at_eviction.extend(hits, blocks)
 
     @property
     def restored_blocks(self) -> int:

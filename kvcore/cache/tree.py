@@ -69,6 +69,7 @@ class SpanTree:
         evicted_blocks, expired_blocks: blocks evicted for room, and dropped as expired.
         pins: what clients have pinned; None: nothing yet.
         failure: the first error of a plugin; None as long as there was none.
+        fixed_order: whether the policy says so of its own class.
         residency: statistics of hits and evictions; None: they are not kept.
         watcher: the tiers below; None: there are none.
         upper: the tree of the cache below which this one is a tier; None: it is in none.
@@ -108,6 +109,7 @@ class SpanTree:
         "eviction",
         "expired_blocks",
         "failure",
+        "fixed_order",
         "geometry",
         "index",
         "pins",
@@ -156,6 +158,7 @@ class SpanTree:
         self._evicts_leaves = index.evicts_leaves
         self._block_spans = index.block_spans
         self._expires = eviction.expires_spans
+        self.fixed_order = bool(vars(type(eviction)).get("fixed_order"))
         self._on_insert = find_override(eviction, "on_insert")
         self._on_access = find_override(eviction, "on_access")
         self._on_end = find_override(eviction, "on_end")
@@ -658,6 +661,9 @@ class SpanTree:
         pool = self.pool
         missing = need - pool.free_blocks
         if missing <= 0:
+            if type(pool) is CountingPool:  # where a call would cost more than what it does
+                pool.free_blocks -= need
+                return None
             return pool.allocate(need)
         surplus = -missing - self.evicted_blocks
         victims = self.evict(missing, seq.request.id, now)
@@ -673,11 +679,16 @@ class SpanTree:
                 del ids[need:]
         return ids
 
-    def evict(self, blocks: int, requester: int | str, now: int) -> Ids | None:
+    def evict(
+        self, blocks: int, requester: int | str, now: int, times: Keys[int] | None = None
+    ) -> Ids | None:
         """Evict exactly `blocks` blocks, victim by victim, each from its tail.
 
         Where leaves leave whole (`PrefixIndex.evicts_leaves`), more may leave than that. The
         blocks are the caller's: they do not become free. O(victims), ids by slices.
+
+        With `times`, one of the blocks is evicted at each of them, which the order of victims
+        does not depend on (`fixed_order`): only `residency` is told.
 
         Returns:
             Their ids in the order in which they leave; None where the pool counts.
@@ -705,7 +716,12 @@ class SpanTree:
                 self.watcher.leaving(span, count, now, "capacity")
             self.evicted_blocks += count
             if residency is not None:
-                residency.on_evict(span, count, now, "capacity")
+                if times is None or self._evicts_leaves:
+                    at = now if times is None else times[blocks - missing - count]
+                    residency.on_evict(span, count, at, "capacity")
+                else:
+                    done = blocks - missing
+                    residency.on_evict_by_block(span, times[done - count : done])
             if count == span.end - span.start:
                 self._remove(span, "capacity")
             else:

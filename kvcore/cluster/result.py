@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import attrs
@@ -16,7 +16,6 @@ from kvcore.cluster.planner import Change
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
-from kvcore.serving.loop import RunLog
 from kvcore.serving.result import (
     SCHEMA,
     HitRatio,
@@ -24,16 +23,12 @@ from kvcore.serving.result import (
     Result,
     Saturation,
     hit_fields,
+    joined,
     saturation_of,
 )
 from kvcore.serving.scheduler import DecodeSteps, Job
+from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
-
-COLUMNS = (
-    *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit", "loaded"),
-    *("swaps", "pauses", "recomputes", "verdict"),
-)
-"""The columns of a log that are arrays."""
 
 
 def _column() -> array[int]:
@@ -196,9 +191,16 @@ class ClusterResult(Outcome):
     @cached_property
     def requests(self) -> dict[str, list[Any]]:
         """The requests by column, as those of a `Result`, with their `replica`."""
-        first = self.lives[0][0]
-        rows = Result(self.log, first.cache, first.batching, first.latency, None).requests
-        return {"id": rows["id"], "replica": [*self.replica], **rows}
+        return joined(self.request_parts())
+
+    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
+        """Yield `requests`, some rows at a time."""
+        one = self.lives[0][0]
+        whole = Result(self.log, one.cache, one.batching, one.latency, None)
+        replicas = iter(self.replica)
+        for part in whole.request_parts():
+            ids = part["id"]
+            yield {"id": ids, "replica": list(islice(replicas, len(ids))), **part}
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
@@ -327,9 +329,9 @@ def merge_logs(
     rows = array("q", (each & ((1 << _ROW_BITS) - 1) for each in order))
     del order
     merged = RunLog(sum(log.pool.blocks for _, log, _ in logs), slo)
-    for name in (*COLUMNS, "ids", "tenants"):
-        column = list(chain.from_iterable(getattr(log, name) for _, log, _ in logs))
-        getattr(merged, name).extend(map(column.__getitem__, rows))
+    for name, target in merged.columns().items():
+        column = list(chain.from_iterable(log.columns()[name] for _, log, _ in logs))
+        target.extend(map(column.__getitem__, rows))
     reasons = {
         start + row: why
         for start, (_, log, _) in zip(starts, logs, strict=False)

@@ -304,18 +304,23 @@ class DecodeBatch:
             count += bisect_left(residues, high - self._block_size)
         return turns * self.size + count
 
-    def growing_between(self, first: int, end: int) -> Iterator[int]:
-        """Yield the steps in `[first, end)` at which jobs need blocks."""
+    def growing_between(self, first: int, end: int) -> Iterator[tuple[int, list[Job]]]:
+        """Yield the steps in `[first, end)` at which jobs need blocks, each with its jobs."""
         size, classes = self._block_size, self._classes
         if end - first < len(classes):
-            yield from (step for step in range(first, end) if step % size in classes)
+            for step in range(first, end):
+                jobs = classes.get(step % size)
+                if jobs is not None:
+                    yield step, jobs
             return
-        offsets = sorted((residue - first) % size for residue in classes)
+        offsets = sorted(
+            [((residue - first) % size, jobs) for residue, jobs in classes.items()]
+        )
         for turn in range(first, end, size):
-            for offset in offsets:
+            for offset, jobs in offsets:
                 if turn + offset >= end:
                     return
-                yield turn + offset
+                yield turn + offset, jobs
 
     def _all_had_token_at(self, start_ps: int) -> bool:
         """Return True if the newest token of every job came at `start_ps`."""
@@ -658,18 +663,20 @@ class DecodeAllocator:
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""
-        batch, cache = self._batch, self._cache
+        batch, cache, tree = self._batch, self._cache, self._cache.tree
         start = batch.steps.count
         first, end = start + 1, start + steps
         if self._by_count:
             need = batch.growth_between(first, end)
-            if need <= cache.pool.free_blocks:
+            missing = need - cache.pool.free_blocks
+            if missing > 0 and tree.fixed_order and missing <= tree.unpinned_blocks:
+                self._evict_ahead(missing, need, steps, clock_ps, times)
+                missing = 0
+            if missing <= 0:
                 self._grow_by_count(need)
                 self.allocated_until = end
                 return steps
-        tree = cache.tree
-        for step in batch.growing_between(first, end):
-            jobs = batch.growing(step) or []
+        for step, jobs in batch.growing_between(first, end):
             if len(jobs) > tree.pool.free_blocks + tree.unpinned_blocks:
                 end = step
                 break
@@ -678,12 +685,26 @@ class DecodeAllocator:
         self.allocated_until = end
         return end - start
 
+    def _evict_ahead(
+        self, missing: int, need: int, steps: int, clock_ps: int, times: StepTimes
+    ) -> None:
+        """Evict the last `missing` of the `need` blocks of so many steps, of a fixed order."""
+        batch, cache = self._batch, self._cache
+        at: list[int] | None = None
+        if cache.tree.residency is not None:
+            at, start = [], batch.steps.count
+            for step, jobs in batch.growing_between(start + 1, start + steps):
+                now = (clock_ps + times.total(step - start)) // PS_PER_NS
+                at.extend([now] * len(jobs))
+            del at[: need - missing]
+        cache.free_ahead(missing, next(iter(batch)).request.id, clock_ps // PS_PER_NS, at)
+
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         cache = self._cache
         if self._by_count:
             if len(jobs) <= cache.pool.free_blocks:
-                cache.pool.allocate(len(jobs))
+                cache.pool.free_blocks -= len(jobs)  # all that a pool does that counts
                 return
             for job in jobs:
                 assert job.seq is not None
@@ -696,4 +717,4 @@ class DecodeAllocator:
 
     def _grow_by_count(self, blocks: int) -> None:
         """Allocate free blocks for the batch as a whole, to be settled per job later."""
-        self._cache.pool.allocate(blocks)
+        self._cache.pool.free_blocks -= blocks

@@ -15,13 +15,12 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -42,11 +41,8 @@ from kvcore.serving.latency import (
     decode_lines,
 )
 from kvcore.serving.scheduler import DECODE, DONE, Batching, DecodeSteps, Job, Scheduler
-from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, PoolTimeline, TokenGaps
+from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
-
-if TYPE_CHECKING:
-    from kvcore.serving.drafter import DraftStats
 
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
 
@@ -97,6 +93,8 @@ class Arrivals:
         self._scaled = rate_scale != 1
         self._requests = iter(requests)
         self._session_of: dict[int | str, str | None] = {}
+        # Most workloads number their requests. These numbers came, and are of no session.
+        self._first_number = self._next_number = self._came = 0
         self._last = 0
         self._closed = False
         self._due: list[tuple[int, int, Request]] = []
@@ -135,23 +133,19 @@ class Arrivals:
     def check_all_came(self) -> None:
         """Raise InputError if requests wait for one that never ends."""
         for awaited, ((_, first), *_) in self.following.items():
-            known = awaited in self._session_of
+            known = self._has_come(awaited)
             why = "in the end waits for it" if known else "is not in the workload"
             msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
             raise InputError(msg)
 
     def _read(self) -> None:
         """Read up to the next open-loop request; from the first of a session on, to the end."""
-        session_of = self._session_of
         for request in self._requests:
             at, known, session = request.arrival, request.id, request.session
-            if known in session_of:
-                msg = f"request {known!r}: an earlier request has the same id"
-                raise InputError(msg)
-            session_of[known] = session
+            self._note(known, session)
             if session is not None:
                 self._closed = True
-            place = len(session_of)
+            place = self._came
             if at < self._last:
                 msg = (
                     f"request {known!r} (number {place}) arrives at {at} ns, before "
@@ -160,7 +154,8 @@ class Arrivals:
                 raise InputError(msg)
             self._last = at
             if request.after is not None:
-                other = session_of.get(request.after, session)
+                came = self._has_come(request.after)
+                other = self._session_of.get(request.after) if came else session
                 if session is None or other != session:
                     msg = (
                         f"request {known!r} of session {session!r} comes after "
@@ -177,6 +172,25 @@ class Arrivals:
             if not self._closed and at >= self._due[0][0] + self._longest:
                 return
 
+    def _note(self, name: int | str, session: str | None) -> None:
+        """Keep the name of a request that was read, and its session."""
+        if not self._came and isinstance(name, int):
+            self._first_number = self._next_number = name
+        self._came += 1
+        if session is None and name == self._next_number and name not in self._session_of:
+            self._next_number += 1
+        elif self._has_come(name):
+            msg = f"request {name!r}: an earlier request has the same id"
+            raise InputError(msg)
+        else:
+            self._session_of[name] = session
+
+    def _has_come(self, name: int | str) -> bool:
+        """Return True if the request `name` has been read."""
+        if isinstance(name, int) and self._first_number <= name < self._next_number:
+            return True
+        return name in self._session_of
+
     def _enter(self, at: int, place: int, request: Request) -> None:
         if at >= NEVER:
             msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
@@ -189,93 +203,6 @@ class Arrivals:
             self._longest = max(self._longest, early)
             heappush(self._ahead, (at - early, place, at, request))
             self.prefetch_at = self._ahead[0][0]
-
-
-UNJUDGED, MISSED, MET = -1, 0, 1
-"""How a request fared by its SLO: nothing can be judged, it has missed it, it has met it."""
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class RunLog:
-    """Columns of a run, one row a request, in the order in which these ended.
-
-    Attributes:
-        slo: what is expected for requests that bring no SLO of their own.
-        ids, tenants: of the requests.
-        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
-        prompt, output, hit, loaded, pauses, recomputes, swaps: their numbers; `loaded` are
-            prompt tokens that came from tiers.
-        verdict: how they fared by their SLO.
-        reasons: why the request of a row was rejected; the others have finished.
-        itl: times between two tokens of a request.
-        pool: the pool's blocks over time.
-        steps, busy_ps: steps run, and the picoseconds they took.
-        drafts: what became of drafts; None: there was no drafter.
-        own_slos: requests that brought an SLO of their own.
-    """
-
-    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
-        self.slo = slo
-        self.ids: list[int | str] = []
-        self.tenants: list[str | None] = []
-        self.arrival, self.admitted = array("q"), array("q")
-        self.first_token, self.finish = array("q"), array("q")
-        self.prompt, self.output, self.hit = array("q"), array("q"), array("q")
-        self.loaded, self.swaps = array("q"), array("i")
-        self.pauses, self.recomputes, self.verdict = array("i"), array("i"), array("b")
-        self.reasons: dict[int, str] = {}
-        self.itl = TokenGaps()
-        self.pool = PoolTimeline(blocks)
-        self.steps = self.busy_ps = self.own_slos = 0
-        self.drafts: DraftStats | None = None
-
-    def ended(self, job: Job, now: int) -> None:
-        """Record a finished request."""
-        request = job.request
-        self.own_slos += request.slo is not None
-        self.verdict.append(UNJUDGED if job.slo is None else _verdict(job, job.slo, now))
-        self.ids.append(request.id)
-        self.tenants.append(request.tenant)
-        self.arrival.append(job.arrival)
-        self.admitted.append(-1 if job.admitted is None else job.admitted)
-        self.first_token.append(-1 if job.first_token is None else job.first_token)
-        self.finish.append(now)
-        self.prompt.append(request.prompt_tokens)
-        self.output.append(job.output_tokens)
-        self.hit.append(job.hit)
-        self.loaded.append(job.loaded)
-        self.swaps.append(job.swaps)
-        self.pauses.append(job.pauses)
-        self.recomputes.append(job.recomputes)
-
-    def rejected(self, job: Job, why: str) -> None:
-        """Record a rejected request."""
-        self.reasons[len(self.ids)] = why
-        self.ended(job, -1)
-        if job.slo is not None and job.slo != SLO():
-            self.verdict[-1] = MISSED
-
-    def tpot(self) -> list[int]:
-        """Return the mean picoseconds of the tokens after the first by row; -1 for none."""
-        columns = self.first_token, self.finish, self.output
-        return [
-            (finish - first) * PS_PER_NS // (output - 1) if finish >= 0 and output > 1 else -1
-            for first, finish, output in zip(*columns, strict=True)
-        ]
-
-
-def _verdict(job: Job, slo: SLO, now: int) -> int:
-    """Judge a job that finished at `now` against its SLO."""
-    arrival, first, output = job.arrival, job.first_token, job.output_tokens
-    verdict = UNJUDGED
-    if slo.deadline_ns is not None:
-        verdict = MET if now - arrival <= slo.deadline_ns else MISSED
-    if first is not None and verdict != MISSED:
-        if slo.ttft_ns is not None:
-            verdict = MET if first - arrival <= slo.ttft_ns else MISSED
-        if slo.tpot_ns is not None and output > 1 and verdict != MISSED:
-            verdict = MET if now - first <= slo.tpot_ns * (output - 1) else MISSED
-    return verdict
 
 
 _STRETCH = 256

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import compress, pairwise, repeat
+from itertools import accumulate, chain, compress, pairwise, repeat
 from math import floor, sqrt
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import orjson
@@ -27,18 +28,41 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugin, describe
 from kvcore.request import SLO, Request
 from kvcore.serving.latency import Executor, LatencyModel, StepWork
-from kvcore.serving.loop import MET, UNJUDGED, RunLog
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.stats import Fragmentation, Percentiles
+from kvcore.serving.stats import (
+    MET,
+    UNJUDGED,
+    Fragmentation,
+    Percentiles,
+    RunLog,
+    Times,
+    mean_gaps,
+)
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S, format_number
 from kvcore.workloads import Workload
 
 SCHEMA = 1
 
 
-def _between(begin: Sequence[int], end: Sequence[int]) -> list[int]:
+def _between(begin: Iterable[int], end: Iterable[int]) -> Times:
     """Return the times from `begin` to `end`, where there is an end."""
-    return [b - a for a, b in zip(begin, end, strict=True) if b >= 0]
+    return Times(lambda: (b - a for a, b in zip(begin, end, strict=True) if b >= 0))
+
+
+def _of_finished(log: RunLog, *names: str) -> Iterator[list[Sequence[int]]]:
+    """Yield these columns of the requests that finished, some rows at a time."""
+    columns = log.columns()
+    for finish, *parts in zip(*(columns[n].parts() for n in ("finish", *names)), strict=True):
+        if log.reasons:
+            done = [time >= 0 for time in finish]
+            yield [array("q", compress(part, done)) for part in parts]
+        else:
+            yield parts
+
+
+def _column_of_finished(log: RunLog, name: str) -> Times:
+    """Return one of the columns of the requests that finished."""
+    return Times(lambda: chain.from_iterable(part for (part,) in _of_finished(log, name)))
 
 
 def hit_fields(stats: CacheStats) -> dict[str, Any]:
@@ -130,7 +154,7 @@ class Saturation:
 
 
 def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation | None:
-    """Return whether the queue of a run grew until the last arrival. O(n log n).
+    """Return whether the queue of a run grew until the last arrival. O(n).
 
     None if that cannot be told: fewer than `FEWEST` requests finished, or all came at once.
     A queue has grown if it is longer at the end of arrivals than at half time, and at the
@@ -139,18 +163,16 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     last quarter of the time, so that requests that come in a burst do not count, and
     jobs were admitted at `STEPS` times of the second half: else one step is all there was.
     """
-    columns = [log.arrival, log.admitted, log.finish]
-    if log.reasons:
-        done = [finish >= 0 for finish in log.finish]
-        columns = [array("q", compress(column, done)) for column in columns]
-    came, admitted, finished = columns
+    came, admitted, finished = (
+        _column_of_finished(log, name) for name in ("arrival", "admitted", "finish")
+    )
     queue = Queue.of(came, admitted, finished, max_seqs)
     if queue is None:
         return None
     overloaded = load is not None and load > 1
     saturated = queue.grows and (overloaded or queue.persists)
     come_per_s = (queue.requests - 1) * NS_PER_S / queue.span
-    served_per_s = queue.requests * NS_PER_S / (max(finished) - min(came))
+    served_per_s = queue.requests * NS_PER_S / (max(finished) - queue.first)
     return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
 
 
@@ -163,6 +185,7 @@ class Queue:
 
     Attributes:
         requests: how many came.
+        first: when the first of them came, ns.
         span: ns from the first arrival to the last.
         half, end: requests that wait before half of the time, and before its end.
         grows: whether it is longer at the end than before, and than chance makes it.
@@ -170,6 +193,7 @@ class Queue:
     """
 
     requests: int
+    first: int
     span: int
     half: float
     end: float
@@ -184,32 +208,49 @@ class Queue:
         finished: Iterable[int],
         max_seqs: int,
     ) -> Queue | None:
-        """Return the queue, by times (ns) in any order; None if no trend can be told."""
-        came, admitted, finished = map(sorted, (came, admitted, finished))
-        requests = len(came)
-        span = came[-1] - came[0] if requests else 0
+        """Return the queue, by times (ns) in any order; None if no trend can be told.
+
+        They are iterated over more than once. O(n), in memory that does not grow with n.
+        """
+        first, last = min(came, default=0), max(came, default=0)
+        requests, span = sum(1 for _ in came), last - first
         if requests < FEWEST or not span:
             return None
-
-        def waiting(at: int) -> int:
-            # Those admitted may be paused: more than `max_seqs` cannot be running.
-            running = bisect_right(finished, at) + max_seqs
-            return bisect_left(came, at) - min(bisect_right(admitted, at), running)
-
-        queue = [waiting(at) for at in moments(came[0], came[-1])]
+        times = moments(first, last)
+        before = _counts(bisect_right, times, came)
+        started = _counts(bisect_left, times, admitted)
+        ended = _counts(bisect_left, times, finished)
+        # Those admitted may be paused: more than `max_seqs` cannot be running.
+        queue = [
+            here - min(begun, done + max_seqs)
+            for here, begun, done in zip(before, started, ended, strict=True)
+        ]
         eighth, middle = MOMENTS // 8, MOMENTS // 2
         half = sum(queue[middle - eighth + 1 : middle + 1]) / eighth
         end = sum(queue[-eighth:]) / eighth
-        later = admitted[bisect_right(admitted, came[0] + span // 2) :]
-        often = len(set(later)) >= STEPS
+        later: set[int] = set()
+        for at in admitted:
+            if at > first + span // 2:
+                later.add(at)
+                if len(later) == STEPS:
+                    break
         return cls(
             requests,
+            first,
             span,
             half,
             end,
             end > half and end > 2 * sqrt(requests),
-            often and min(queue[-LAST:]) > 0,
+            len(later) == STEPS and min(queue[-LAST:]) > 0,
         )
+
+
+def _counts(
+    place: Callable[[list[int], int], int], times: list[int], events: Iterable[int]
+) -> list[int]:
+    """Count the `events` that came before each of `times`, where `place` says they lie."""
+    places = Counter(map(place, repeat(times), events))
+    return list(accumulate(places[at] for at in range(len(times))))
 
 
 def moments(first: int, last: int) -> list[int]:
@@ -217,8 +258,19 @@ def moments(first: int, last: int) -> list[int]:
     return [first + (last - first) * part // MOMENTS for part in range(MOMENTS + 1)]
 
 
+Work: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Columns of some requests: arrival (ns), prompt, hit (loaded ones too) and output tokens."""
+
+
+def finished_work(log: RunLog) -> Iterator[Work]:
+    """Yield the work of the requests that finished, some rows at a time."""
+    columns = ("arrival", "prompt", "hit", "loaded", "output")
+    for arrivals, prompts, hits, loaded, outputs in _of_finished(log, *columns):
+        yield arrivals, prompts, list(map(add, hits, loaded)), outputs
+
+
 def offered_load(
-    log: RunLog,
+    finished: Iterable[Work],
     batching: Batching,
     latency: LatencyModel,
     pool_tokens: int,
@@ -245,30 +297,42 @@ def offered_load(
     no longer than the mean of the steps it averages as long as a step's time is a maximum
     of lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
     theory, arrival rate x mean service time. Above 1 the queue grows for as long as
-    requests arrive. Costs O(requests).
+    requests arrive. O(n), in memory that does not grow with n.
+
+    Args:
+        finished: the requests that finished, some at a time.
+        batching: the limits of a step.
+        latency: how long it takes.
+        pool_tokens: what the pool holds.
+        forgetting: whether there is a retention policy.
     """
-    columns: tuple[array[int], ...] = log.arrival, log.prompt, log.hit, log.loaded, log.output
-    if log.reasons:
-        finished = [finish >= 0 for finish in log.finish]
-        columns = tuple(array("q", compress(column, finished)) for column in columns)
-    arrivals, prompts, found, loaded, outputs = columns
-    requests = len(arrivals)
-    span = max(arrivals, default=0) - min(arrivals, default=0)
+    requests = prefill = prefills = decode = held = 0
+    times: list[int] = []
+    none = [0] * len(latency.windows)
+    pairs, context = none[:], none[:]
+    most = batching.max_tokens
+    for arrivals, prompts, hits, outputs in finished:
+        if not arrivals:
+            continue
+        times += min(arrivals), max(arrivals)
+        misses = list(map(sub, prompts, hits))
+        later = [output - 1 if output else 0 for output in outputs]
+        requests += len(arrivals)
+        prefill += sum(misses)
+        decode += sum(later)
+        if batching.chunked:
+            prefills += sum([-(-tokens // most) for tokens in misses])
+        else:  # a step holds the longest, and each prefill takes one
+            prefills += len(misses) - misses.count(0)
+            most = max(most, *misses)
+        if not forgetting:
+            for at, window in enumerate(latency.windows):
+                pairs[at] += _attended(hits, misses, window)
+                context[at] += _attended(prompts, later, window)
+            held += _attended(misses, later, None)
+    span = max(times, default=0) - min(times, default=0)
     if not span:
         return None
-    hits = list(map(add, found, loaded))
-    misses = list(map(sub, prompts, hits))
-    later = [output - 1 if output else 0 for output in outputs]
-    prefill, decode = sum(misses), sum(later)
-    none = [0] * len(latency.windows)
-    pairs, context, held = none, none, 0
-    if not forgetting:
-        pairs = [_attended(hits, misses, window) for window in latency.windows]
-        context = [_attended(prompts, later, window) for window in latency.windows]
-        held = _attended(misses, later, None)
-    longest = 0 if batching.chunked else max(misses)
-    most = max(batching.max_tokens, longest)
-    prefills = sum([-(-tokens // most) for tokens in misses])
     seats, room = batching.max_seqs, Fraction(held, pool_tokens)
     if batching.steps == "mixed" and seats > 1:
         fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
@@ -362,7 +426,9 @@ class Outcome(Shown):
     @cached_property
     def tpot(self) -> Percentiles | None:
         """Mean times of the tokens after the first, by request; None without any."""
-        return Percentiles.of([time for time in self.log.tpot() if time >= 0], PS_PER_S)
+        return Percentiles.of(
+            Times(lambda: (time for time in self.log.tpot() if time >= 0)), PS_PER_S
+        )
 
     @cached_property
     def itl(self) -> Percentiles | None:
@@ -458,6 +524,9 @@ class Reported(Protocol):
     def requests(self) -> dict[str, list[Any]]:
         """The requests by column."""
 
+    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
+        """Yield the requests by column, some rows at a time."""
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
 
@@ -502,7 +571,7 @@ class Result(Outcome):
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
         forgetting = self.cache.retention is not None
         return offered_load(
-            self.log, self.batching, self.latency, tokens, forgetting=forgetting
+            finished_work(self.log), self.batching, self.latency, tokens, forgetting=forgetting
         )
 
     @cached_property
@@ -514,36 +583,48 @@ class Result(Outcome):
     def requests(self) -> dict[str, list[Any]]:
         """The requests by column, in the order in which they ended.
 
-        Made when first asked for: some 500 bytes a request.
+        Made when first asked for: some 500 bytes a request. `request_parts` yields them some
+        at a time.
         """
+        return joined(self.request_parts())
+
+    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
+        """Yield `requests`, some rows at a time: memory holds 65,536 of them."""
         log = self.log
-        finished = [row not in log.reasons for row in range(len(log.ids))]
-        return {
-            "id": log.ids,
-            "status": ["finished" if done else "rejected" for done in finished],
-            "reason": [log.reasons.get(row) for row in range(len(log.ids))],
-            "tenant": log.tenants,
-            "arrival_s": _seconds(log.arrival),
-            "admitted_s": _seconds(log.admitted),
-            "finish_s": _seconds(log.finish),
-            "queue_s": _seconds(_since(log.arrival, log.admitted)),
-            "ttft_s": _seconds(_since(log.arrival, log.first_token)),
-            "tpot_s": _seconds(log.tpot(), PS_PER_S),
-            "e2e_s": _seconds(_since(log.arrival, log.finish)),
-            "prompt": log.prompt.tolist(),
-            "output": log.output.tolist(),
-            "hit_tokens": log.hit.tolist(),
-            "loaded_tokens": log.loaded.tolist(),
-            "pauses": log.pauses.tolist(),
-            "recomputes": log.recomputes.tolist(),
-            "swaps": log.swaps.tolist(),
-            "met_slo": [None if v == UNJUDGED else bool(v) for v in log.verdict],
-        }
+        columns = log.columns()
+        first = 0
+        for parts in zip(*(column.parts() for column in columns.values()), strict=True):
+            part = dict(zip(columns, parts, strict=True))
+            rows = range(first, first + len(part["ids"]))
+            first = rows.stop
+            came, began, ended = part["arrival"], part["first_token"], part["finish"]
+            yield {
+                "id": list(part["ids"]),
+                "status": ["rejected" if row in log.reasons else "finished" for row in rows],
+                "reason": [log.reasons.get(row) for row in rows],
+                "tenant": list(part["tenants"]),
+                "arrival_s": _seconds(came),
+                "admitted_s": _seconds(part["admitted"]),
+                "finish_s": _seconds(ended),
+                "queue_s": _seconds(_since(came, part["admitted"])),
+                "ttft_s": _seconds(_since(came, began)),
+                "tpot_s": _seconds(mean_gaps(began, ended, part["output"]), PS_PER_S),
+                "e2e_s": _seconds(_since(came, ended)),
+                "prompt": list(part["prompt"]),
+                "output": list(part["output"]),
+                "hit_tokens": list(part["hit"]),
+                "loaded_tokens": list(part["loaded"]),
+                "pauses": list(part["pauses"]),
+                "recomputes": list(part["recomputes"]),
+                "swaps": list(part["swaps"]),
+                "met_slo": [None if v == UNJUDGED else bool(v) for v in part["verdict"]],
+            }
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them.
 
-        Costs O(n log n) for n requests, and O(m) for m events.
+        Costs O(n log n) for n requests, in memory that does not grow with them from 65,536 on,
+        and O(m) for m events.
         """
         log, cache = self.log, self.cache
         stats, tree, geometry = cache.stats, cache.tree, cache.geometry
@@ -601,12 +682,21 @@ class Result(Outcome):
             atomic_file(directory / SUMMARY) as document,
             atomic_file(directory / REQUESTS) as lines,
         ):
-            names = list(self.requests)
-            for row in zip(*self.requests.values(), strict=True):
-                line = orjson.dumps(dict(zip(names, row, strict=True)))
-                lines.write(f"{line.decode()}\n")
+            for part in self.request_parts():
+                for row in zip(*part.values(), strict=True):
+                    line = orjson.dumps(dict(zip(part, row, strict=True)))
+                    lines.write(f"{line.decode()}\n")
             text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
             document.write(f"{text.decode()}\n")
+
+
+def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Return columns that come some rows at a time as whole ones."""
+    whole: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, column in part.items():
+            whole.setdefault(name, []).extend(column)
+    return whole
 
 
 def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]:

@@ -1,22 +1,281 @@
-"""Percentiles of a run, and what the blocks of the pool were used for over time."""
+"""What is kept of a run: a row a request, percentiles, and what the pool was used for."""
 
 from __future__ import annotations
 
+import marshal
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
-from itertools import repeat
-from operator import add, mul, sub
-from typing import Any, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice, repeat
+from operator import add, eq, mul, sub
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import attrs
 
-from kvcore.compiled import divided
+from kvcore.compiled import divided, mypyc_attr
+from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
-from kvcore.units import NS_PER_S
+from kvcore.request import SLO
+from kvcore.serving.scheduler import Job
+from kvcore.units import NS_PER_S, PS_PER_NS
+
+if TYPE_CHECKING:
+    from kvcore.serving.drafter import DraftStats
 
 PENDING_EVENTS = 512
 """Recorded events from which on they are added up."""
+
+ROWS = 1 << 16
+"""Rows of a run that are held in memory, and samples that are sorted there."""
+
+Cell = TypeVar("Cell")
+
+
+class Column(Generic[Cell]):
+    """A column of a log: a sequence of which the newest cells alone are held in memory.
+
+    The others lie in a temporary file, or in memory where none can be written. To read a cell
+    of the file costs reading `ROWS` of them, unless it is near the last one that was read.
+
+    Attributes:
+        newest: the cells that are in no file. Append to it; once it has `ROWS`, call `store`.
+    """
+
+    __slots__ = ("_loaded", "_loaded_part", "_parts", "_spool", "newest")
+
+    def __init__(self, typecode: str = "") -> None:
+        """Make an empty column, of integers in an array, or of integers, texts and None."""
+        self.newest: Any = array(typecode) if typecode else []
+        # Of each part its place and size in the file, or its bytes.
+        self._parts: list[tuple[int, int] | bytes] = []
+        self._spool: Spool | None = None
+        self._loaded = -1
+        self._loaded_part: Any = None
+
+    def store(self) -> None:
+        """Move the oldest `ROWS` cells of `newest` to the file."""
+        part = self.newest[:ROWS]
+        del self.newest[:ROWS]
+        data = part.tobytes() if isinstance(part, array) else marshal.dumps(part)
+        try:
+            if self._spool is None:
+                self._spool = Spool.shared()
+            self._parts.append((self._spool.store(data), len(data)))
+        except OSError:
+            self._parts.append(data)
+
+    def append(self, cell: Cell) -> None:
+        """Append a cell."""
+        self.newest.append(cell)
+        if len(self.newest) >= ROWS:
+            self.store()
+
+    def extend(self, cells: Iterable[Cell]) -> None:
+        """Append the cells of an iterable, in bounded memory."""
+        rest = iter(cells)
+        while True:
+            self.newest.extend(islice(rest, ROWS - len(self.newest)))
+            if len(self.newest) < ROWS:
+                return
+            self.store()
+
+    def parts(self) -> Iterator[Sequence[Cell]]:
+        """Yield the cells in order, up to `ROWS` at a time."""
+        for number in range(len(self._parts)):
+            yield self._part(number)
+        yield self.newest
+
+    def tolist(self) -> list[Cell]:
+        """Return all cells in a list."""
+        return list(self)
+
+    def count(self, cell: Cell) -> int:
+        """Return how many cells are equal to `cell`."""
+        return sum([part.count(cell) for part in self.parts()])
+
+    def index(self, cell: Cell) -> int:
+        """Return the row of the first cell that is equal to `cell`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for row, each in enumerate(self):
+            if each == cell:
+                return row
+        msg = f"{cell!r} is not in the column"
+        raise ValueError(msg)
+
+    def __len__(self) -> int:
+        """Return the number of cells."""
+        return len(self._parts) * ROWS + len(self.newest)
+
+    def __iter__(self) -> Iterator[Cell]:
+        """Iterate over the cells."""
+        return chain.from_iterable(self.parts())
+
+    def __getitem__(self, row: Any) -> Any:
+        """Return the cell of a row, or the list of those of a slice."""
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        length = len(self)
+        if not -length <= row < length:
+            msg = f"row {row} of {length}"
+            raise IndexError(msg)
+        number, place = divmod(row % length, ROWS)
+        return self._part(number)[place] if number < len(self._parts) else self.newest[place]
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` is a sequence of equal cells."""
+        if not isinstance(other, (Column, list, tuple, array)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    def __hash__(self) -> int:
+        """Raise TypeError: a column changes."""
+        msg = "a column has no hash: it changes"
+        raise TypeError(msg)
+
+    def __repr__(self) -> str:
+        """Show the cells."""
+        return f"<Column of {len(self)}: {list(islice(self, 8))}>"
+
+    def _part(self, number: int) -> Any:
+        """Return a part that was stored; the last one is kept."""
+        if number != self._loaded:
+            part = self._parts[number]
+            if not isinstance(part, bytes):
+                assert self._spool is not None
+                part = self._spool.load(part[0], part[1])
+            if isinstance(self.newest, array):
+                cells = array(self.newest.typecode)
+                cells.frombytes(part)
+                self._loaded_part = cells
+            else:
+                self._loaded_part = marshal.loads(part)  # noqa: S302 - stored by this process
+            self._loaded = number
+        return self._loaded_part
+
+
+UNJUDGED, MISSED, MET = -1, 0, 1
+"""How a request fared by its SLO: nothing can be judged, it has missed it, it has met it."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RunLog:
+    """Columns of a run, one row a request, in the order in which these ended.
+
+    Attributes:
+        slo: what is expected for requests that bring no SLO of their own.
+        ids, tenants: of the requests.
+        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
+        prompt, output, hit, loaded, pauses, recomputes, swaps: their numbers; `loaded` are
+            prompt tokens that came from tiers.
+        verdict: how they fared by their SLO.
+        reasons: why the request of a row was rejected; the others have finished.
+        itl: times between two tokens of a request.
+        pool: the pool's blocks over time.
+        steps, busy_ps: steps run, and the picoseconds they took.
+        drafts: what became of drafts; None: there was no drafter.
+        own_slos: requests that brought an SLO of their own.
+    """
+
+    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
+        self.slo = slo
+        self.ids: Column[int | str] = Column()
+        self.tenants: Column[str | None] = Column()
+        self.arrival: Column[int] = Column("q")
+        self.admitted: Column[int] = Column("q")
+        self.first_token: Column[int] = Column("q")
+        self.finish: Column[int] = Column("q")
+        self.prompt: Column[int] = Column("q")
+        self.output: Column[int] = Column("q")
+        self.hit: Column[int] = Column("q")
+        self.loaded: Column[int] = Column("q")
+        self.swaps: Column[int] = Column("i")
+        self.pauses: Column[int] = Column("i")
+        self.recomputes: Column[int] = Column("i")
+        self.verdict: Column[int] = Column("b")
+        self.reasons: dict[int, str] = {}
+        self.itl = TokenGaps()
+        self.pool = PoolTimeline(blocks)
+        self.steps = self.busy_ps = self.own_slos = 0
+        self.drafts: DraftStats | None = None
+
+    def ended(self, job: Job, now: int) -> None:
+        """Record a request that finished at `now` (ns); -1: it was rejected."""
+        request = job.request
+        self.own_slos += request.slo is not None
+        verdict = UNJUDGED if job.slo is None else _verdict(job, job.slo, now)
+        self.verdict.newest.append(verdict)
+        self.ids.newest.append(request.id)
+        self.tenants.newest.append(request.tenant)
+        self.arrival.newest.append(job.arrival)
+        self.admitted.newest.append(-1 if job.admitted is None else job.admitted)
+        self.first_token.newest.append(-1 if job.first_token is None else job.first_token)
+        self.finish.newest.append(now)
+        self.prompt.newest.append(request.prompt_tokens)
+        self.output.newest.append(job.output_tokens)
+        self.hit.newest.append(job.hit)
+        self.loaded.newest.append(job.loaded)
+        self.swaps.newest.append(job.swaps)
+        self.pauses.newest.append(job.pauses)
+        self.recomputes.newest.append(job.recomputes)
+        if len(self.verdict.newest) >= ROWS:
+            for column in self.columns().values():
+                column.store()
+
+    def rejected(self, job: Job, why: str) -> None:
+        """Record a rejected request."""
+        self.reasons[len(self.ids)] = why
+        self.ended(job, -1)
+
+    def columns(self) -> dict[str, Column[Any]]:
+        """Return the columns by name."""
+        return {
+            "ids": self.ids,
+            "tenants": self.tenants,
+            "arrival": self.arrival,
+            "admitted": self.admitted,
+            "first_token": self.first_token,
+            "finish": self.finish,
+            "prompt": self.prompt,
+            "output": self.output,
+            "hit": self.hit,
+            "loaded": self.loaded,
+            "swaps": self.swaps,
+            "pauses": self.pauses,
+            "recomputes": self.recomputes,
+            "verdict": self.verdict,
+        }
+
+    def tpot(self) -> Iterator[int]:
+        """Yield the mean picoseconds of the tokens after the first by row; -1 for none."""
+        return mean_gaps(self.first_token, self.finish, self.output)
+
+
+def mean_gaps(
+    first_token: Iterable[int], finish: Iterable[int], output: Iterable[int]
+) -> Iterator[int]:
+    """Yield the mean picoseconds between two of the `output` tokens; -1 where there is none."""
+    for first, end, tokens in zip(first_token, finish, output, strict=True):
+        yield (end - first) * PS_PER_NS // (tokens - 1) if end >= 0 and tokens > 1 else -1
+
+
+def _verdict(job: Job, slo: SLO, now: int) -> int:
+    """Judge a job that finished at `now` against its SLO; at -1 it was rejected."""
+    if now < 0:
+        return UNJUDGED if slo == SLO() else MISSED
+    arrival, first, output = job.arrival, job.first_token, job.output_tokens
+    verdict = UNJUDGED
+    if slo.deadline_ns is not None:
+        verdict = MET if now - arrival <= slo.deadline_ns else MISSED
+    if first is not None and verdict != MISSED:
+        if slo.ttft_ns is not None:
+            verdict = MET if first - arrival <= slo.ttft_ns else MISSED
+        if slo.tpot_ns is not None and output > 1 and verdict != MISSED:
+            verdict = MET if now - first <= slo.tpot_ns * (output - 1) else MISSED
+    return verdict
 
 
 @attrs.frozen
@@ -34,22 +293,93 @@ class Percentiles:
         """Return the exact percentiles of integer `samples`; None without samples.
 
         Args:
-            samples: times in some unit. They are sorted.
+            samples: times in some unit. More than `ROWS` of them are counted, not sorted, in
+                memory that does not grow with their number: they are iterated over more than
+                once, so that an iterator will not do.
             second: how many of these units are a second.
         """
-        ordered = sorted(samples)
-        if not ordered:
-            return None
+        ordered = sorted(islice(samples, ROWS + 1))
         count = len(ordered)
-        mean = divided(sum(ordered), count * second)
+        if not count:
+            return None
+        if count <= ROWS:
+            ranked = [ordered[nearest_rank(each, count) - 1] for each in PERCENTS]
+            return cls(
+                divided(sum(ordered), count * second),
+                *(divided(value, second) for value in ranked),
+            )
+        batches = [(len(b), sum(b), min(b), max(b)) for b in _batches(samples)]
+        counts, sums, lows, highs = zip(*batches, strict=True)
+        count = sum(counts)
+        ranks = [nearest_rank(each, count) for each in PERCENTS]
+        ranked = _at_ranks(samples, ranks, min(lows), max(highs))
         return cls(
-            mean,
-            *(divided(ordered[nearest_rank(each, count) - 1], second) for each in PERCENTS),
+            divided(sum(sums), count * second),
+            *(divided(value, second) for value in ranked),
         )
 
     def as_dict(self) -> dict[str, float]:
         """Return the JSON object: `mean`, `p50`, `p90`, `p95` and `p99`."""
         return attrs.asdict(self)
+
+
+class Times:
+    """Samples that are made anew each time that they are iterated over."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Iterable[int]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the samples."""
+        return iter(self._make())
+
+
+def _batches(samples: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the samples, `ROWS` at a time."""
+    rest = iter(samples)
+    while batch := list(islice(rest, ROWS)):
+        yield batch
+
+
+_BUCKETS = 1 << 14
+
+
+def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -> list[int]:
+    """Return the samples of some ranks, from 1, ascending, of those from `least` to `most`.
+
+    All are counted, in buckets of equal width; those of the buckets of the ranks are sorted,
+    or counted again where they are too many.
+    """
+    width = (most - least) // _BUCKETS + 1
+    counts: Counter[int] = Counter()
+    for batch in _batches(samples):
+        counts.update([(each - least) // width for each in batch if least <= each <= most])
+    buckets = sorted(counts)
+    ends = list(accumulate([counts[bucket] for bucket in buckets]))
+    # By bucket, the ranks in it.
+    wanted: dict[int, list[int]] = {}
+    for rank in ranks:
+        at = bisect_left(ends, rank)
+        wanted.setdefault(buckets[at], []).append(rank - ends[at] + counts[buckets[at]])
+    few = {bucket: list[int]() for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
+    if few:
+        for sample in samples:
+            bucket = (sample - least) // width
+            if bucket in few and least <= sample <= most:
+                few[bucket].append(sample)
+    found = []
+    for bucket, inside in wanted.items():
+        low = least + bucket * width
+        if width == 1:
+            found += [low] * len(inside)
+        elif bucket in few:
+            ordered = sorted(few[bucket])
+            found += [ordered[rank - 1] for rank in inside]
+        else:
+            found += _at_ranks(samples, inside, low, min(most, low + width - 1))
+    return found
 
 
 TokenGap: TypeAlias = tuple[int, int, int, int]

@@ -101,6 +101,30 @@ class EvictionPolicyTests(ABC):
         assert once == again, "run again, it decided otherwise"
 
     @_seeds
+    def test_victims_leave_in_the_order_it_declares(self, seed: int) -> None:
+        """With `fixed_order`, blocks leave one by one, over time and for many, as at once."""
+        if not vars(type(self.make())).get("fixed_order"):
+            pytest.skip("its class does not say that the order of victims is fixed")
+        orders = []
+        for at_once in (True, False):
+            driver = self.driver()
+            driver.run(random_steps(seed, 200, _HINTS))
+            for seq in [*driver.cache.sequences.values()]:
+                driver.cache.close(seq, driver.now)
+            tree, policy = driver.cache.tree, driver.cache.eviction
+            assert isinstance(policy, RecordingPolicy)
+            policy.evicted.clear()
+            blocks = tree.unpinned_blocks
+            if at_once:
+                tree.evict(blocks, "r", driver.now)
+            else:
+                for number in range(blocks):
+                    tree.evict(1, f"r{number}", driver.now + number * 10**12)
+            orders.append(policy.evicted[:])
+        assert orders[0] == orders[1], "one by one, other blocks left than at once"
+        assert orders[0], "nothing was evicted"
+
+    @_seeds
     def test_decides_alike_without_block_ids(self, seed: int) -> None:
         """A pool that counts blocks and one with ids lead to the same decisions."""
         traffic = attrs.evolve(_HINTS, mix={"open": 5, "commit": 6, "close": 4, "extend": 1})

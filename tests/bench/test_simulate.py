@@ -239,7 +239,7 @@ def test_tracing(block_size, tmp_path):
 
 
 def test_a_million_requests():
-    """Time grows in proportion to the requests, and a million streamed stay under 1.5 GB."""
+    """Time grows in proportion to the requests, and memory does not grow with them."""
     quarter, million = (
         measured(*_command(f"zipf:requests={requests}", 16))
         for requests in (250_000, 1_000_000)
@@ -250,4 +250,4 @@ def test_a_million_requests():
         f"{million.seconds:.0f} s, {million.peak_mb:.0f} MB; {growth:.2f} x the time"
     )
     assert growth <= 4 * 1.2
-    assert million.peak_mb < 1_500
+    assert million.peak_mb <= 1.1 * quarter.peak_mb

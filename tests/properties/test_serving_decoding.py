@@ -136,7 +136,8 @@ def _check(model, batch):
         assert (batch.growing(step) or []) == model.growing(step)
     for end in (now + 1, now + 2, now + size + 1, now + 40):
         steps = [step for step in range(now, end) if model.growing(step)]
-        assert list(batch.growing_between(now, end)) == steps
+        growing = [(step, model.growing(step)) for step in steps]
+        assert list(batch.growing_between(now, end)) == growing
         blocks = sum(len(model.growing(step)) for step in steps)
         assert batch.growth_between(now, end) == blocks
     if model.lengths:

@@ -18,7 +18,8 @@ def outcome(run):
     """Return all that a run decided, as far as it is known without a trace."""
     log = run.result.log
     columns = {column: getattr(log, column) for column in COLUMNS}
-    stats = attrs.asdict(run.result.cache.stats)
+    cache = run.result.cache
+    stats = attrs.asdict(cache.stats), cache.residency_by_tier()
     return log.ids, log.reasons, columns, log.steps, log.busy_ps, log.itl.percentiles(1), stats
 
 

@@ -162,6 +162,12 @@ class Mangled(Mine):
     share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
 
 
+class Sorted(Drifting):
+    """Says that its victims have one order, which changes with the time."""
+
+    fixed_order = True
+
+
 @pytest.mark.parametrize(
     ("policy", "test", "error"),
     [
@@ -178,6 +184,7 @@ class Mangled(Mine):
         (Misspelled, "is_a_named_policy", AssertionError),
         (Drawing, "many_leaves", PolicyError),
         (Deadly, "declares_that_spans_expire", PolicyError),
+        (Sorted, "victims_leave_in_the_order_it_declares", AssertionError),
     ],
 )
 def test_catches(policy, test, error):

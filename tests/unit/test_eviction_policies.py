@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.caches import ask, compute, make, serve, spans
 
-from kvcore import InputError, Plugins
+from kvcore import InputError, KVCache, Plugins, Request
 from kvcore.request import Retention
 from kvcore_plugins.eviction import (
     ARC,
@@ -216,3 +216,39 @@ def test_one_policy_serves_one_cache():
     make(4, policy)
     with pytest.raises(InputError, match="'lru' is in use already"):
         make(4, policy)
+
+
+def test_an_order_is_fixed_by_the_class_itself():
+    """What derives from such a policy may choose otherwise: it has to say so of itself."""
+
+    class Mine(LRU):
+        """It may choose otherwise."""
+
+    class Same(LRU):
+        """It chooses alike."""
+
+        fixed_order = True
+
+    found = [KVCache(4, 16, eviction=each()).tree.fixed_order for each in (LRU, Mine, Same)]
+    assert found == [True, False, True]
+
+
+def test_what_is_freed_ahead_is_what_would_have_been_taken():
+    """`free_ahead` evicts as many blocks of the least recent span, and they are free."""
+    cache = KVCache(4, 16, eviction=LRU(), accounting="tokens", key_tokens=16)
+    for number in range(2):
+        keys = [10 * number, 10 * number + 1]
+        request = Request(
+            id=number, prompt_tokens=32, output_tokens=1, keys=keys, key_tokens=16
+        )
+        seq = cache.open(request, now=number)
+        cache.commit(seq, 32)
+        cache.close(seq)
+    residency = cache.record_residency()
+    cache.free_ahead(3, "who needs them", 10, [10, 20, 30])
+    assert cache.pool.free_blocks == 3
+    assert [(span.path_keys[0], span.blocks) for span in cache.tree.spans()] == [(10, 1)]
+    assert residency.evicted_blocks == {"capacity": 0, "expired": 0}
+    assert residency.as_dict()["evicted_blocks"]["capacity"] == 3
+    assert residency.age_at_eviction.total == 10 + 20 + 30 - 1
+    cache.check_integrity()

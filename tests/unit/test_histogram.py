@@ -48,6 +48,21 @@ def test_round_numbers_are_borders(pairs):
     assert histogram.at_most(bounds) == [bisect_right(values, bound) for bound in bounds]
 
 
+@given(PAIRS, st.lists(VALUES, min_size=1, max_size=40), st.integers(0, 10**15))
+def test_ascending_times_are_added_like_others(pairs, ages, since):
+    """What is added in order, by bucket, comes to the same as one by one."""
+    histogram, _ = filled(pairs)
+    expected, _ = filled([*pairs, *((age, 1) for age in ages)])
+    histogram.add_ascending([since + age for age in sorted(ages)], since)
+    assert vars_of(histogram) == vars_of(expected)
+
+
+def vars_of(histogram):
+    """Return all that a histogram holds."""
+    weights = {place: weight for place, weight in histogram._weights.items() if weight}
+    return histogram.weight, histogram.total, histogram.high, weights
+
+
 def test_memory_is_bounded():
     """A hundred thousand different values share a few thousand buckets."""
     histogram = Histogram()

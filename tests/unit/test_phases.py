@@ -109,7 +109,7 @@ def test_one_token_needs_no_decode_replica():
 def test_the_gap_is_between_the_first_two_tokens():
     """ITL has the transfer: 64 ns and a step, then a step."""
     result = serve([ask("a", prompt=4, output=3)], f"{SLOW},overlap=whole")
-    assert result.log.tpot() == [(74 + 10) * 1000 // 2]
+    assert list(result.log.tpot()) == [(74 + 10) * 1000 // 2]
     assert result.summary()["phases"]["gap_s"] == pytest.approx(64e-9)
 
 

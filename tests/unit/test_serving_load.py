@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from kvcore.serving.loop import RunLog
 from kvcore.serving.result import FEWEST, saturation_of
+from kvcore.serving.stats import Column, RunLog
 
 SERVICE = 1000
 """Nanoseconds of a request on a server of one, which takes them in turn."""
@@ -30,7 +30,9 @@ def queue(arrivals, **columns):
         free = log.admitted[-1] + SERVICE
         log.finish.append(free)
     for name, values in columns.items():
-        setattr(log, name, values)
+        column = Column("q")
+        column.extend(values)
+        setattr(log, name, column)
     return log
 
 
@@ -92,8 +94,7 @@ def test_nothing_is_said_of_a_batch_or_of_a_few(arrivals):
 
 def test_one_long_step_is_no_queue():
     """A hundred requests come while one step runs, and start with the next."""
-    log = queue(range(100))
-    log.admitted[:] = type(log.admitted)("q", repeat(200, 100))
+    log = queue(range(100), admitted=repeat(200, 100))
     told = saturation_of(log, 256, 0.9)
     assert told is not None
     assert not told.saturated
@@ -101,8 +102,7 @@ def test_one_long_step_is_no_queue():
 
 def test_above_a_load_of_one_a_queue_that_grows_is_enough():
     """As for the hundred of one step, if the offered load says that they are too much."""
-    log = queue(range(100))
-    log.admitted[:] = type(log.admitted)("q", repeat(200, 100))
+    log = queue(range(100), admitted=repeat(200, 100))
     told = saturation_of(log, 256, 1.1)
     assert told is not None
     assert told.saturated

@@ -11,6 +11,7 @@ class FIFO(ScoreEviction):
     """Evict the span stored first, used since or not: the baseline that ignores reuse."""
 
     name: ClassVar[str] = "fifo"
+    fixed_order: ClassVar[bool] = True
 
     def score(self, span: Span, now: int) -> int:
         """Return the serial number of the creation of `span`."""

@@ -21,6 +21,7 @@ class LRU(EvictionPolicy):
     """
 
     name: ClassVar[str] = "lru"
+    fixed_order: ClassVar[bool] = True
     later_options = ("renew_split",)
     renew_split = False
 

@@ -18,6 +18,7 @@ class MRU(ScoreEviction):
     """
 
     name: ClassVar[str] = "mru"
+    fixed_order: ClassVar[bool] = True
 
     def score(self, span: Span, now: int) -> int:
         """Return the negative serial number of the last release of `span`."""

@@ -38,6 +38,7 @@ class SIEVE(QueuePolicy):
     """
 
     name: ClassVar[str] = "sieve"
+    fixed_order: ClassVar[bool] = True
 
     _hand = 0
 

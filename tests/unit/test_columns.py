@@ -1,0 +1,167 @@
+"""Columns of a log keep their newest rows in memory, the others in a file, and read as one."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+import pytest
+from helpers.serving import Even, ask
+from hypothesis import given
+
+import kvcore
+from kvcore import files
+from kvcore.histogram import PERCENTS, nearest_rank
+from kvcore.serving import Percentiles, stats
+from kvcore.serving.stats import Column, Times
+
+ROWS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short():
+    """Let memory hold four rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stats, "ROWS", ROWS)
+        yield
+
+
+def filled(cells, typecode=""):
+    """Return a column of these cells."""
+    column = Column(typecode)
+    column.extend(cells)
+    return column
+
+
+NAMES = ["a", 1, None, 2**70, "", "b", 3, 4, "c", None]
+NUMBERS = [5, -1, 2**62, 0, 5, 7, -(2**62), 8, 9, 10]
+
+
+@pytest.mark.parametrize(("cells", "typecode"), [(NAMES, ""), (NUMBERS, "q")])
+@pytest.mark.parametrize("length", [0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS, 10])
+def test_a_column_reads_as_its_list(cells, typecode, length):
+    """Iterated over, by row from both ends, by slices, counted and searched."""
+    cells = cells[:length]
+    column = filled(cells, typecode)
+    assert len(column.newest) < ROWS
+    assert list(column) == column.tolist() == cells
+    assert len(column) == length
+    assert [column[row] for row in range(-length, length)] == cells + cells
+    assert column[1:9:2] == cells[1:9:2]
+    assert column[::-1] == cells[::-1]
+    for each in cells:
+        assert column.count(each) == cells.count(each)
+        assert column.index(each) == cells.index(each)
+
+
+def test_appended_is_extended():
+    """One cell at a time comes to the same."""
+    column = Column("q")
+    for each in NUMBERS:
+        column.append(each)
+    assert column == NUMBERS
+    assert len(column.newest) == len(NUMBERS) % ROWS
+
+
+def test_columns_are_equal_by_their_cells():
+    """To another column, a list, a tuple; not to others, and not to what is no sequence."""
+    column = filled(NUMBERS, "q")
+    assert column == filled(NUMBERS)
+    assert column == tuple(NUMBERS)
+    assert column != NUMBERS[:-1]
+    assert column != [*NUMBERS[:-1], 11]
+    assert column != 5
+    with pytest.raises(TypeError, match="it changes"):
+        hash(column)
+
+
+@pytest.mark.parametrize("row", [10, -11])
+def test_no_such_row(row):
+    """A row beyond the end is refused."""
+    with pytest.raises(IndexError, match=f"row {row} of 10"):
+        filled(NUMBERS, "q")[row]
+
+
+def test_no_such_cell():
+    """What is in no row has no first row."""
+    with pytest.raises(ValueError, match="'z' is not in the column"):
+        filled(NAMES).index("z")
+
+
+def test_it_shows_its_first_cells():
+    """Eight of them, and how many there are."""
+    assert repr(filled(NUMBERS)) == f"<Column of 10: {NUMBERS[:8]}>"
+
+
+def full(*_):
+    """Raise what a full disk raises."""
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_leaves_rows_in_memory(monkeypatch):
+    """Where nothing can be written, a column reads the same."""
+    monkeypatch.setattr(os, "pwrite", full)
+    assert filled(NUMBERS, "q") == NUMBERS
+    assert filled(NAMES) == NAMES
+
+
+def test_a_disk_that_fills_up_leaves_the_rest_in_memory(monkeypatch):
+    """What was written before is read from the file still."""
+    column = filled(NUMBERS[:ROWS], "q")
+    monkeypatch.setattr(os, "pwrite", full)
+    column.extend(NUMBERS[ROWS:])
+    assert column == NUMBERS
+
+
+def test_columns_share_a_file_for_as_long_as_there_is_one():
+    """Not a file each: a process may have few open. It is gone with the last column."""
+    first = files.Spool.shared()
+    assert files.Spool.shared() is first
+    number = first._file.fileno()
+    del first
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_a_forked_process_has_a_file_of_its_own(monkeypatch):
+    """It would write where its parent does."""
+    parents = files.Spool.shared()
+    monkeypatch.setattr(os, "getpid", lambda: parents.process + 1)
+    assert files.Spool.shared() is not parents
+
+
+SAMPLES = st.lists(
+    st.one_of(st.integers(0, 30), st.integers(0, 10**15)), min_size=ROWS + 1, max_size=80
+)
+
+
+@given(SAMPLES, st.sampled_from([2, 16, 1 << 14]))
+def test_percentiles_of_many_samples_are_exact(samples, buckets):
+    """Counted in however many buckets, they are those of the sorted samples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stats, "_BUCKETS", buckets)
+        found = Percentiles.of(Times(lambda: iter(samples)), 1)
+    ordered = sorted(samples)
+    ranked = [ordered[nearest_rank(percent, len(samples)) - 1] for percent in PERCENTS]
+    assert found == Percentiles(sum(samples) / len(samples), *ranked)
+
+
+def test_a_run_reports_the_same_whatever_memory_holds(monkeypatch, tmp_path):
+    """Its summary, its requests, and the files of both; rejected requests are among them."""
+    requests = [
+        ask(f"r{number}", number * 10, prompt=9000 if number == 7 else 4 + number, output=3)
+        for number in range(40)
+    ]
+
+    def outcome(name):
+        cache = kvcore.KVCache(100, 4, accounting="tokens", key_tokens=4)
+        run = kvcore.serving.simulate(requests, cache=cache, latency=Even())
+        run.write(tmp_path / name)
+        summary = {**run.summary(), "wall_s": 0}
+        lines = (tmp_path / name / "requests.jsonl").read_bytes()
+        return summary, run.requests, lines
+
+    short = outcome("short")
+    monkeypatch.setattr(stats, "ROWS", 1 << 16)
+    assert short == outcome("long")
+    assert short[1]["status"].count("rejected") == 1
