@@ -21,7 +21,7 @@ BATCH_LINES = 64
 """Lines that are rendered at once. More would live so long that the collector looks at them."""
 
 BATCH_BLOCKS = 1 << 18
-"""Blocks in the lines of a batch, of which it may have a few more."""
+"""Blocks in the long lines of a batch, of which it may have a few more."""
 
 LONG = 128
 """Blocks of a line from which on their runs are found together with those of other lines."""
@@ -58,12 +58,17 @@ class TraceLogger(structlog.BoundLoggerBase):
         batch.append(line)
         if type(runs) is array:
             blocks = len(runs)
-            # A copy, for the sequence goes on writing into its array.
-            line["runs"] = runs[:] if blocks > LONG else encode_runs(runs)
-            self._blocks += blocks
-            if self._blocks > BATCH_BLOCKS:
-                self.flush()
-                return
+            if blocks == 1:
+                line["runs"] = [(runs[0], 1)]
+            elif blocks <= LONG:
+                line["runs"] = encode_runs(runs)
+            else:
+                # A copy, for the sequence goes on writing into its array.
+                line["runs"] = runs[:]
+                self._blocks += blocks
+                if self._blocks > BATCH_BLOCKS:
+                    self.flush()
+                    return
         if len(batch) >= self.batch_lines:
             self.flush()
 
