@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -42,26 +41,26 @@ class Column(Generic[Cell]):
         newest: the cells that are in no file. Append to it; once it has `ROWS`, call `store`.
     """
 
-    __slots__ = ("_loaded", "_loaded_part", "_parts", "_spool", "newest")
+    __slots__ = ("_loaded", "_loaded_part", "_parts", "newest")
 
     def __init__(self, typecode: str = "") -> None:
         """Make an empty column, of integers in an array, or of integers, texts and None."""
         self.newest: Any = array(typecode) if typecode else []
-        # Of each part its place and size in the file, or its bytes.
-        self._parts: list[tuple[int, int] | bytes] = []
-        self._spool: Spool | None = None
+        # Of each part the file, its place and its size there; or its bytes.
+        self._parts: list[tuple[Spool, int, int] | bytes] = []
         self._loaded = -1
         self._loaded_part: Any = None
 
     def store(self) -> None:
         """Move the oldest `ROWS` cells of `newest` to the file."""
+        import pickle  # noqa: PLC0415 - for long runs alone
+
         part = self.newest[:ROWS]
         del self.newest[:ROWS]
-        data = part.tobytes() if isinstance(part, array) else marshal.dumps(part)
+        data = part.tobytes() if isinstance(part, array) else pickle.dumps(part)
         try:
-            if self._spool is None:
-                self._spool = Spool.shared()
-            self._parts.append((self._spool.store(data), len(data)))
+            spool = Spool.shared()
+            self._parts.append((spool, spool.store(data), len(data)))
         except OSError:
             self._parts.append(data)
 
@@ -143,16 +142,16 @@ class Column(Generic[Cell]):
     def _part(self, number: int) -> Any:
         """Return a part that was stored; the last one is kept."""
         if number != self._loaded:
+            import pickle  # noqa: PLC0415 - for long runs alone
+
             part = self._parts[number]
-            if not isinstance(part, bytes):
-                assert self._spool is not None
-                part = self._spool.load(part[0], part[1])
+            data = part if isinstance(part, bytes) else part[0].load(part[1], part[2])
             if isinstance(self.newest, array):
                 cells = array(self.newest.typecode)
-                cells.frombytes(part)
+                cells.frombytes(data)
                 self._loaded_part = cells
             else:
-                self._loaded_part = marshal.loads(part)  # noqa: S302 - stored by this process
+                self._loaded_part = pickle.loads(data)  # noqa: S301 - stored by this process
             self._loaded = number
         return self._loaded_part
 
