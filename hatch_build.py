@@ -16,11 +16,17 @@ GROUP = "kvcore"
 
 MODULES = (
     "kvcore/cache/hints.py",
+    "kvcore/cache/kvcache.py",
+    "kvcore/cache/layout.py",
+    "kvcore/cache/pool.py",
     "kvcore/cache/residency.py",
+    "kvcore/cache/sequence.py",
+    "kvcore/cache/span.py",
     "kvcore/cache/tree.py",
     "kvcore/histogram.py",
     "kvcore/serving/batcher.py",
     "kvcore/serving/decode_batch.py",
+    "kvcore/serving/job.py",
     "kvcore/serving/loop.py",
     "kvcore/serving/stats.py",
 )
@@ -77,6 +83,7 @@ class Compile(BuildHookInterface):
         target = Path(self.root) / "build" / "compiled"
         os.environ["MYPYPATH"] = "plugins"
         options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+        options += ["--always-true=COMPILING"]
         modules = mypycify(
             [*options, *MODULES],
             opt_level="3",
