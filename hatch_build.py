@@ -30,10 +30,11 @@ MODULES = (
     "kvcore/serving/loop.py",
     "kvcore/serving/stats.py",
 )
-"""What every request and every step go through, behind the classes that check arguments.
+"""What every request and every step go through, and what these read.
 
-Those stay Python, since compiled code refuses an argument of another type by itself, in words
-of its own. So do the base classes of plugins, which plugins in Python derive from.
+The base classes of plugins stay Python, since plugins in Python derive from them. Compiled code
+refuses an argument of another type by itself, in words of its own: what a user gives has types
+that allow everything to the compiler, and is checked in ours (`kvcore/compiled.py`).
 """
 
 
