@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, TypeAlias, overload
+from typing import Any, Final, TypeAlias, overload
 
 import attrs
 import orjson
@@ -172,7 +172,7 @@ class KeyPrefix(Sequence[int]):
         return repr(self.view.tolist())
 
 
-DEFAULT_PRIORITY = 35
+DEFAULT_PRIORITY: Final = 35
 """Retention priority of a block for which no hint was given (1 goes first, 100 last)."""
 
 

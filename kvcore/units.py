@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Any, Final
 
 from kvcore.errors import InputError, shorten
 
-NS_PER_S = 10**9
+NS_PER_S: Final = 10**9
 """Nanoseconds in a second. The clock counts nanoseconds; people and files say seconds."""
 
-PS_PER_NS = 1000
+PS_PER_NS: Final = 1000
 """Picoseconds in a nanosecond. Step times are counted in them: reading the K/V of a token
 may take less than a nanosecond."""
 
 PS_PER_S = NS_PER_S * PS_PER_NS
 """Picoseconds in a second."""
 
-INT64_LIMIT = 2**63
+INT64_LIMIT: Final = 2**63
 """Bytes, nanoseconds, counts and integer keys stay below this: signed, they have 64 bits."""
 
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

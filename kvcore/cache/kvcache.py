@@ -21,10 +21,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
+from copy import copy
 from operator import index
 from typing import Any, Literal, NoReturn
-
-import attrs
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
@@ -44,12 +43,15 @@ from kvcore.cache.retention import (
     own_blocks,
 )
 from kvcore.cache.sequence import Sequence
+from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
+from kvcore.compiled import Count, Nanoseconds, mypyc_attr
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import NO_HINTS, Key, Request
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class KVCache:
     """Decides which blocks exist, who holds them, what can be reused, and what is evicted.
 
@@ -99,14 +101,14 @@ class KVCache:
 
     def __init__(
         self,
-        blocks: int,
-        block_size: int = 16,
+        blocks: Count,
+        block_size: Count = 16,
         *,
         eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
         prefix: PrefixIndex | type[PrefixIndex] | str | None = None,
         retention: RetentionPolicy | type[RetentionPolicy] | str | None = None,
         accounting: str = "tokens",
-        key_tokens: int | None = None,
+        key_tokens: Count | None = None,
         trace: Recorder | None = None,
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
@@ -164,7 +166,9 @@ class KVCache:
         """Blocks that are free or can be evicted."""
         return self.pool.free_blocks + self.tree.unpinned_blocks
 
-    def probe(self, request: Request, now: int | None = None, target: int | None = None) -> int:
+    def probe(
+        self, request: Request, now: Nanoseconds | None = None, target: int | None = None
+    ) -> int:
         """Return how many blocks of `request` would hit. Changes nothing.
 
         `target` is as for `open`.
@@ -271,7 +275,7 @@ class KVCache:
         self,
         request: Request,
         first_tokens: int | None = None,
-        now: int | None = None,
+        now: Nanoseconds | None = None,
         *,
         resumed: bool = False,
         target: int | None = None,
@@ -305,13 +309,13 @@ class KVCache:
             self._check_admission(request, resumed=resumed)
             trace.request(request, now)
         size = geometry.block_size
-        match = tree.match(keys, limit, now)
+        match = tree.find(keys, limit, now)
         if target is not None:
-            longer = self._match_generated(request, match, now, target)
+            longer = self._match_generated(request, PrefixMatch(*match), now, target)
             if longer is not None:
                 keys, match = longer
                 cacheable = limit = (target - 1) // size
-        span, hit, unpinned, _ = match
+        span, hit, unpinned, expired = match
         length, prompt_blocks = tokens, blocks
         if first_tokens is not None:
             if first_tokens < 0:
@@ -347,7 +351,7 @@ class KVCache:
         self.stats.admitted(lookup, hit, length, hit * size, resumed)
         if trace is not None:
             self._admitted.add(request.id)
-            self._trace_open(trace, seq, prompt_blocks, limit, match, now, resumed=resumed)
+            self._trace_open(trace, seq, prompt_blocks, limit, expired, now, resumed=resumed)
         return seq
 
     def plan_ahead(self, request: Request, now: int) -> Sequence:
@@ -383,9 +387,9 @@ class KVCache:
         self._last_id += 1
         self._admissions += 1
         tokens = hit * self.geometry.block_size
-        seq = attrs.evolve(
-            planned, id=self._last_id, admission=self._admissions, hit_blocks=hit,
-            tokens=tokens, computed=tokens, blocks=hit, span=match.span,
+        seq = Sequence(
+            self._last_id, self._admissions, request, planned.keys, planned.cacheable,
+            planned.lookup_blocks, hit, tokens, tokens, hit, planned.target, match.span,
         )  # fmt: skip
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
@@ -399,7 +403,7 @@ class KVCache:
         self.extend(seq, (blocks - hit) * self.geometry.block_size, now)
         return seq
 
-    def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def extend(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens, evicting if need be.
 
         A partial last block that another sequence shares since a fork is copied first.
@@ -435,7 +439,7 @@ class KVCache:
             seq.blocks = blocks
         seq.tokens = total
 
-    def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def commit(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
         """Count `tokens` more tokens as computed: full keyed blocks become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
@@ -502,7 +506,7 @@ class KVCache:
             self.now = now
             self.tree.commit(seq, upto, now)
 
-    def compact(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def compact(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
         """Make `seq` go on with `tokens` of the tokens that it holds, in private blocks.
 
         It takes as many blocks as these tokens need, its own first; what it has too many is
@@ -559,7 +563,7 @@ class KVCache:
     def close(  # noqa: C901 - one end, told from top to bottom
         self,
         seq: Sequence,
-        now: int | None = None,
+        now: Nanoseconds | None = None,
         length: int | None = None,
         *,
         preempted: bool = False,
@@ -603,7 +607,7 @@ class KVCache:
         if hints.demote:
             tree.demote(seq.span)
 
-    def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
+    def fork(self, seq: Sequence, now: Nanoseconds | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
         Allocates nothing: no access and no hit. A cache that only counted blocks gives
@@ -619,8 +623,10 @@ class KVCache:
         now = self._at(now)
         pool = self._pool_with_ids()
         self._last_id += 1
-        child = attrs.evolve(seq, id=self._last_id, private=array("i", seq.private or ()))
-        pool.share(child.private or array("i"))
+        child = copy(seq)
+        child.id, child.private = self._last_id, array("i", seq.private or ())
+        child.data = None
+        pool.share(child.private)
         if seq.family is None:
             seq.family = [seq]
         seq.family.append(child)
@@ -633,7 +639,7 @@ class KVCache:
             self.on_fork(seq, child)
         return child
 
-    def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def rollback(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
@@ -821,7 +827,7 @@ class KVCache:
                 trace.describe(key_tokens=request.key_tokens)
             self.geometry.set_key_tokens(request.key_tokens)
 
-    def _at(self, now: int | None) -> int:
+    def _at(self, now: Nanoseconds | None) -> int:
         """Return the time of a call: None is that of the call before."""
         if now is None:
             return self.now
@@ -842,8 +848,9 @@ class KVCache:
     def _raise_failure(self) -> NoReturn:
         """Raise the first error of a plugin again: the cache cannot be used any more."""
         # A new exception, since raising one object again lengthens its traceback each time.
-        failure = self.tree.failure
-        raise PolicyError(str(failure)) from failure
+        error = PolicyError(str(self.tree.failure))
+        error.__cause__ = self.tree.failure  # compiled, `raise ... from` loses it
+        raise error
 
     def _no_room(self, request: Request, need: int, kept: int) -> str:
         return (
@@ -879,7 +886,7 @@ class KVCache:
         seq: Sequence,
         prompt_blocks: int,
         limit: int,
-        match: PrefixMatch,
+        expired: Span | None,
         now: int,
         *,
         resumed: bool,
@@ -895,7 +902,7 @@ class KVCache:
         if not hit or hit < prompt_blocks:
             why: Literal["absent", "partial", "expired", "no keys"]
             if hit < limit:
-                why = "absent" if match.expired is None else "expired"
+                why = "absent" if expired is None else "expired"
             elif (
                 not seq.keys or limit < (request.prompt_tokens - 1) // self.geometry.block_size
             ):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Keys
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from kvcore.compiled import Count, mypyc_attr
 from kvcore.errors import InputError
 from kvcore.request import Key, KeyPrefix, Request
 
 ACCOUNTINGS = ("keys", "tokens")
 
-GENERATED = "generated"
+GENERATED: Final = "generated"
 """What the name of a generated block begins with, for which the workload has no key."""
 
 
@@ -36,6 +37,7 @@ class PromptBlocks(NamedTuple):
     limit: int
 
 
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class BlockLayout:
     """Lays requests out in blocks; one object for a cache and all its spans.
 
@@ -71,15 +73,16 @@ class BlockLayout:
     def __init__(
         self,
         accounting: str,
-        block_size: int,
-        key_tokens: int | None = None,
+        block_size: Count,
+        key_tokens: Count | None = None,
         recompute: Callable[[int, int], float] | None = None,
     ) -> None:
         if accounting not in ACCOUNTINGS:
             msg = f"accounting {accounting!r} is not known; there are: {', '.join(ACCOUNTINGS)}"
             raise InputError(msg)
+        _check_sizes(block_size, block_size if key_tokens is None else key_tokens)
         self.accounting = accounting
-        self.block_size = block_size
+        self.block_size: int = block_size
         self.reload_seconds = inf
         self._unit = accounting == "keys"
         self._recompute = recompute
@@ -94,12 +97,7 @@ class BlockLayout:
             InputError: the block size does not fit them.
         """
         block_size = self.block_size
-        if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
-            msg = (
-                f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "
-                "above 0"
-            )
-            raise InputError(msg)
+        _check_sizes(block_size, key_tokens)
         ratio, rest = divmod(key_tokens, block_size)
         stride = 1
         if rest or not ratio:
@@ -211,6 +209,16 @@ class BlockLayout:
             )
             raise InputError(msg)
         return [*request.keys[:whole], *request.output_keys]
+
+
+def _check_sizes(block_size: object, key_tokens: object) -> None:
+    """Refuse sizes that are no whole numbers above 0."""
+    if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
+        msg = (
+            f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "
+            "above 0"
+        )
+        raise InputError(msg)
 
 
 def common_prefix(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Keys
-from typing import NoReturn, TypeAlias
-
-import attrs
+from typing import Any, NoReturn, TypeAlias
 
 from kvcore.cache.hints import PriorityStep
 from kvcore.cache.pool import Ids
 from kvcore.cache.span import Span
+from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -19,7 +18,7 @@ Hole: TypeAlias = tuple[int, int]
 """(first, end): block positions that a sequence has dropped."""
 
 
-@attrs.define(eq=False, repr=False)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Sequence:
     """The block table of an open request: a path of shared spans, then private blocks.
 
@@ -38,7 +37,8 @@ class Sequence:
     is no position in its text: all lengths are without the `compacted` tokens, which lie in no
     block. Each layer and K/V head has its own choice of the tokens that are left.
 
-    Read it freely; only the cache writes. Lengths are tokens unless they say blocks.
+    Read it freely; only the cache writes, except `data`. Lengths are tokens unless they say
+    blocks.
 
     Attributes:
         id: serial of the sequence in this cache; forks have one of their own.
@@ -64,30 +64,83 @@ class Sequence:
         dropped_tokens: computed tokens whose K/V it attends to no longer: dropped, or
             compacted.
         is_open: False once closed.
+        data: belongs to who computes its K/V; a fork begins without.
     """
 
-    id: int
-    admission: int
-    request: Request
-    keys: Keys[Key]
-    cacheable: int
-    lookup_blocks: int
-    hit_blocks: int
-    tokens: int
-    computed: int
-    blocks: int
-    target: int
-    span: Span
-    private: array[int] | None = None
-    priorities: list[PriorityStep] | None = None
-    family: list[Sequence] | None = None
-    holes: tuple[Hole, ...] = ()
-    dropped: int = 0
-    freed: int = 0
-    compacted: int = 0
-    kept: int = 0
-    dropped_tokens: int = 0
-    is_open: bool = True
+    __slots__ = (
+        "admission",
+        "blocks",
+        "cacheable",
+        "compacted",
+        "computed",
+        "data",
+        "dropped",
+        "dropped_tokens",
+        "family",
+        "freed",
+        "hit_blocks",
+        "holes",
+        "id",
+        "is_open",
+        "kept",
+        "keys",
+        "lookup_blocks",
+        "priorities",
+        "private",
+        "request",
+        "span",
+        "target",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        id: int,  # noqa: A002 - as it is read
+        admission: int,
+        request: Request,
+        keys: Keys[Key],
+        cacheable: int,
+        lookup_blocks: int,
+        hit_blocks: int,
+        tokens: int,
+        computed: int,
+        blocks: int,
+        target: int,
+        span: Span,
+        private: array[int] | None = None,
+        priorities: list[PriorityStep] | None = None,
+        family: list[Sequence] | None = None,
+        holes: tuple[Hole, ...] = (),
+        dropped: int = 0,
+        freed: int = 0,
+        compacted: int = 0,
+        kept: int = 0,
+        dropped_tokens: int = 0,
+        is_open: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        self.id = id
+        self.admission = admission
+        self.request = request
+        self.keys = keys
+        self.cacheable = cacheable
+        self.lookup_blocks = lookup_blocks
+        self.hit_blocks = hit_blocks
+        self.tokens = tokens
+        self.computed = computed
+        self.blocks = blocks
+        self.target = target
+        self.span = span
+        self.private = private
+        self.priorities = priorities
+        self.family = family
+        self.holes = holes
+        self.dropped = dropped
+        self.freed = freed
+        self.compacted = compacted
+        self.kept = kept
+        self.dropped_tokens = dropped_tokens
+        self.is_open = is_open
+        self.data: Any = None
 
     @property
     def private_blocks(self) -> int:

@@ -6,13 +6,12 @@ from array import array
 from collections.abc import Sequence as Keys
 from typing import Any
 
-import attrs
-
 from kvcore.cache.layout import GENERATED, BlockLayout
+from kvcore.compiled import mypyc_attr
 from kvcore.request import DEFAULT_PRIORITY, Key
 
 
-@attrs.define(eq=False, repr=False)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Span:
     """A node of the prefix tree: the unit an eviction policy decides about.
 
@@ -44,28 +43,78 @@ class Span:
             another one has used the span.
     """
 
-    id: int
-    start: int
-    end: int
-    parent: Span | None
-    ref_count: int
-    children: dict[Key, Span] | None
-    created: int
-    last_access: int
-    created_order: int
-    last_hit_order: int
-    last_request: int | str
-    released_order: int
-    hit_count: int
-    priority: int
-    priority_until: int | None
-    expires: int | None
-    tenant: str | None
-    data: Any
-    geometry: BlockLayout
-    path_keys: Keys[Key]
-    ids: array[int] | None
-    creator: object | None
+    __slots__ = (
+        "children",
+        "created",
+        "created_order",
+        "creator",
+        "data",
+        "end",
+        "expires",
+        "geometry",
+        "hit_count",
+        "id",
+        "ids",
+        "last_access",
+        "last_hit_order",
+        "last_request",
+        "parent",
+        "path_keys",
+        "priority",
+        "priority_until",
+        "ref_count",
+        "released_order",
+        "start",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        id: int,  # noqa: A002 - as it is read
+        start: int,
+        end: int,
+        parent: Span | None,
+        ref_count: int,
+        children: dict[Key, Span] | None,
+        created: int,
+        last_access: int,
+        created_order: int,
+        last_hit_order: int,
+        last_request: int | str,
+        released_order: int,
+        hit_count: int,
+        priority: int,
+        priority_until: int | None,
+        expires: int | None,
+        tenant: str | None,
+        data: Any,
+        geometry: BlockLayout,
+        path_keys: Keys[Key],
+        ids: array[int] | None,
+        creator: object | None,
+    ) -> None:
+        self.id = id
+        self.start = start
+        self.end = end
+        self.parent = parent
+        self.ref_count = ref_count
+        self.children = children
+        self.created = created
+        self.last_access = last_access
+        self.created_order = created_order
+        self.last_hit_order = last_hit_order
+        self.last_request = last_request
+        self.released_order = released_order
+        self.hit_count = hit_count
+        self.priority = priority
+        self.priority_until = priority_until
+        self.expires = expires
+        self.tenant = tenant
+        self.data = data
+        self.geometry = geometry
+        self.path_keys = path_keys
+        self.ids = ids
+        self.creator = creator
 
     @property
     def blocks(self) -> int:

@@ -29,7 +29,7 @@ from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
-from kvcore.serving.scheduler import DECODE, Job
+from kvcore.serving.job import DECODE, Job
 from kvcore.tiers.tier import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
 

@@ -16,6 +16,7 @@ from kvcore.cluster.planner import Change
 from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
+from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.result import (
     SCHEMA,
     HitRatio,
@@ -26,7 +27,6 @@ from kvcore.serving.result import (
     joined,
     saturation_of,
 )
-from kvcore.serving.scheduler import DecodeSteps, Job
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 

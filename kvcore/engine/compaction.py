@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import attrs
 
@@ -152,7 +151,6 @@ class Compactor:
         self._windows, self._rotary = tuple(windows), tuple(rotary)
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
-        self._records: WeakKeyDictionary[Sequence, _Record] = WeakKeyDictionary()
         if self._policy is not None:
             _check_reads(self._policy)
             if self._policy.rebases:
@@ -206,9 +204,8 @@ class Compactor:
 
     def _fork(self, seq: Sequence, child: Sequence) -> None:
         """Called when `seq` is forked: `child` gets a copy of its record."""
-        record = self._records.get(seq)
-        if record is not None:
-            self._records[child] = record.copy()
+        if seq.data is not None:
+            child.data = seq.data.copy()
 
     def held_positions(
         self, sequences: Iterable[Sequence], contexts: Iterable[int]
@@ -260,9 +257,9 @@ class Compactor:
 
     def _record(self, seq: Sequence) -> _Record:
         """Return the record of `seq`, a new one if it has none."""
-        record = self._records.get(seq)
+        record: _Record | None = seq.data
         if record is None:
-            record = self._records[seq] = _Record()
+            record = seq.data = _Record()
             if self._policy is not None:
                 record.asked = [-1] * self._policy.reads.queries
         return record

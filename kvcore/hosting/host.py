@@ -9,8 +9,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-import attrs
-
 from kvcore.cache import BlockLayout, EvictionPolicy, Span
 from kvcore.cache.hints import (
     apply_hints,
@@ -32,9 +30,10 @@ Id: TypeAlias = int | str
 _log = logging.getLogger("kvcore")
 
 
-@attrs.define(eq=False, repr=False)
 class _BlockSpan(Span):
     """The span of a block, which knows what the engine calls it."""
+
+    __slots__ = ("block",)
 
     block: Block
 
@@ -185,8 +184,9 @@ class PolicyHost:
             serial += 1
             span = _BlockSpan(
                 serial, place, place + 1, above, 1, None, now, now, serial, order, name, 0, 0,
-                priority, priority_until, None, tenant, None, geometry, path, None, None, block,
+                priority, priority_until, None, tenant, None, geometry, path, None, None,
             )  # fmt: skip
+            span.block = block
             place += 1
             spans[block] = span
             if above.children is None:

@@ -15,7 +15,7 @@ from kvcore.kv_events import encode
 from kvcore.kv_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore.kv_events.publisher import Publisher
 from kvcore.request import Key, Request, TextRequest
-from kvcore.serving.scheduler import Job
+from kvcore.serving.job import Job
 
 MEDIUM = "GPU"
 _POLL_SECONDS = 0.02

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.compiled import mypyc_attr
@@ -16,26 +16,14 @@ from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
-from kvcore.serving.scheduler import (
-    DECODE,
-    DONE,
-    LOADING,
-    PAUSED,
-    PREFILL,
-    WAITING,
-    Batching,
-    Job,
-    LoopState,
-    Scheduler,
-    ServiceTimes,
-    StepPlan,
-)
+from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
+from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
 
 if TYPE_CHECKING:
     from kvcore.tiers import Load
 
 
-_LONGEST = 4096
+_LONGEST: Final = 4096
 """Tokens still to be generated that an admission counts of one request at most."""
 
 
@@ -78,7 +66,7 @@ class TokenRatio:
 Entry: TypeAlias = tuple[Any, bool, int, Job]
 """(rank, whether it holds no blocks, order of arrival, the job): what the queue sorts by."""
 
-_SLACK = 4
+_SLACK: Final = 4
 """Entries that the heap may hold for each waiting job before it is rebuilt."""
 
 
@@ -160,7 +148,7 @@ class WaitingQueue:
                 raise policy_error(policy, "on_dequeued", error) from error
 
 
-_PATIENCE = 100
+_PATIENCE: Final = 100
 """Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 

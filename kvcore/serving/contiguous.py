@@ -11,7 +11,7 @@ from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeBatch, StepTimes
 from kvcore.serving.fragmentation import MeasuredAllocator
-from kvcore.serving.scheduler import Job
+from kvcore.serving.job import Job
 
 
 class AddressSpace:

@@ -28,8 +28,8 @@ from kvcore.cache import KVCache, Sequence
 from kvcore.compiled import mypyc_attr
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
+from kvcore.serving.job import DONE, DecodeSteps, Job
 from kvcore.serving.latency import LinearPiece, Windows
-from kvcore.serving.scheduler import DONE, DecodeSteps, Job
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
 from kvcore.units import PS_PER_NS
 

@@ -11,8 +11,8 @@ from typing import Any
 from kvcore.cache import KVCache, Sequence
 from kvcore.request import Key
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
+from kvcore.serving.job import Job
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.scheduler import Job
 from kvcore.serving.stats import Fragmentation
 
 

@@ -12,7 +12,7 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import FAILURES, Plugin, raise_policy_error
 from kvcore.request import Key
-from kvcore.serving.scheduler import Job
+from kvcore.serving.job import Job
 from kvcore.units import PS_PER_S
 
 Windows: TypeAlias = tuple[int | None, ...]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import attrs
 
@@ -32,6 +32,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
+from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job
 from kvcore.serving.latency import (
     Executor,
     LatencyModel,
@@ -40,14 +41,14 @@ from kvcore.serving.latency import (
     StepWork,
     decode_lines,
 )
-from kvcore.serving.scheduler import DECODE, DONE, Batching, DecodeSteps, Job, Scheduler
+from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
 
 
-NEVER = INT64_LIMIT
+NEVER: Final = INT64_LIMIT
 """A time (ns) that does not come: the clock ends before it."""
 
 
@@ -205,7 +206,7 @@ class Arrivals:
             self.prefetch_at = self._ahead[0][0]
 
 
-_STRETCH = 256
+_STRETCH: Final = 256
 """Tokens for which a latency model without lines is asked once."""
 
 
@@ -466,16 +467,11 @@ class ServingLoop:
         """
         self._serial += 1
         served = request if self._longest is None else self._bounded(request)
-        job = Job(
-            request,
-            self._serial,
-            arrival,
-            self.steps,
-            request.prompt_tokens,
-            request.slo or self.log.slo,
-            output_tokens=served.output_tokens,
-            **known,
-        )
+        slo = request.slo or self.log.slo
+        job = Job(request, self._serial, arrival, self.steps, request.prompt_tokens, slo)
+        job.output_tokens = served.output_tokens
+        for name, value in known.items():
+            setattr(job, name, value)
         if self._cache.trace is not None:
             self._cache.announce(request, now)
         why = self._unfit(request)

@@ -10,6 +10,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins import find_override
 from kvcore.request import Key
 from kvcore.serving.drafter import Drafter, DraftStats
+from kvcore.serving.job import DECODE, Job
 from kvcore.serving.latency import (
     Executor,
     LatencyModel,
@@ -19,7 +20,6 @@ from kvcore.serving.latency import (
     Windows,
 )
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.scheduler import DECODE, Job
 from kvcore.units import PS_PER_NS
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import attrs
 
@@ -16,13 +16,13 @@ from kvcore.compiled import divided, mypyc_attr
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
 from kvcore.request import SLO
-from kvcore.serving.scheduler import Job
+from kvcore.serving.job import Job
 from kvcore.units import NS_PER_S, PS_PER_NS
 
 if TYPE_CHECKING:
     from kvcore.serving.drafter import DraftStats
 
-PENDING_EVENTS = 512
+PENDING_EVENTS: Final = 512
 """Recorded events from which on they are added up."""
 
 ROWS = 1 << 16

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from itertools import accumulate
 from random import Random
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakSet
 
 import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.analysis import served
-from kvcore.cache import BlockPool, EvictionPolicy, KVCache, PrefixIndex, Sequence, Span
+from kvcore.cache import (
+    BlockLayout,
+    BlockPool,
+    EvictionPolicy,
+    KVCache,
+    PrefixIndex,
+    Sequence,
+    Span,
+)
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import NO_HINTS, Hints, Key, Request, Retention
 
@@ -173,9 +182,6 @@ def _drawn_from(seed: int) -> Draw:
     return Random(seed).randint  # noqa: S311 - nothing secret
 
 
-T = TypeVar("T")
-
-
 @st.composite
 def requests(draw: Any, traffic: Traffic | None = None) -> Request:
     """Draw a request with id 0. Prompts shrink towards short ones that share all they have."""
@@ -258,6 +264,15 @@ def _forwarded(name: str, *, sets_expiry: bool = False) -> Callable[..., Any]:
     return call
 
 
+T = TypeVar("T")
+
+
+def living(cls: type[T]) -> list[T]:
+    """Return all objects of the class `cls` that something refers to. O(all objects)."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is cls]
+
+
 class RecordingPolicy(EvictionPolicy):
     """Passes every call to another policy, checks its answers, and records the evictions.
 
@@ -271,7 +286,6 @@ class RecordingPolicy(EvictionPolicy):
 
     Attributes:
         evicted: the blocks that left, deepest first for each victim.
-        removed: the spans that left and that something still refers to.
     """
 
     name = "recording"
@@ -280,11 +294,20 @@ class RecordingPolicy(EvictionPolicy):
         """Store the policy, and take over the names of its class."""
         self.policy = policy
         self.evicted: list[Gone] = []
-        self.removed: WeakSet[Span] = WeakSet()
+        self._geometry: BlockLayout | None = None
         cls = type(policy)
         names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
         self.__class__ = type(cls.__name__, (type(self),), names)
         self.lookahead = policy.lookahead
+
+    @property
+    def removed(self) -> list[Span]:
+        """The spans that left and that something still refers to. O(all objects there are)."""
+        return [
+            span
+            for span in living(Span)
+            if span.geometry is self._geometry and span.parent is None and span.id
+        ]
 
     @property
     def expires_spans(self) -> bool:  # type: ignore[override]
@@ -316,7 +339,7 @@ class RecordingPolicy(EvictionPolicy):
     def on_remove(self, span: Span, reason: str) -> None:
         """Record the blocks, and call the policy."""
         self._record(span, span.start, span.end, reason)
-        self.removed.add(span)
+        self._geometry = span.geometry
         self.policy.on_remove(span, reason)
 
     def victim(self, now: int) -> Span:
@@ -484,9 +507,9 @@ def _span_fields(span: Span) -> dict[str, Any]:
 
 
 _PLAIN = [
-    field.name
-    for field in attrs.fields(Span)
-    if field.name not in ("parent", "children", "ids", "path_keys", "data", "geometry")
+    name
+    for name in signature(Span).parameters
+    if name not in ("parent", "children", "ids", "path_keys", "data", "geometry")
 ]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any, ClassVar, TypeAlias
-from weakref import WeakSet
 
 import attrs
 import pytest
@@ -28,8 +26,8 @@ from kvcore.serving import (
     StepWork,
     simulate,
 )
-from kvcore.serving.scheduler import DECODE, DONE, PAUSED, PREFILL, WAITING
-from kvcore.testing.harness import Traffic, random_requests
+from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
+from kvcore.testing.harness import Traffic, living, random_requests
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 from kvcore.units import PS_PER_NS
 
@@ -45,21 +43,19 @@ Call: TypeAlias = tuple[str, int, int | str | None]
 """What a scheduler is told or asked: (method, ns, id of the request or None)."""
 
 
-def watched(scheduler: Scheduler, jobs: WeakSet[Job] | None = None) -> list[Call]:
+def watched(scheduler: Scheduler) -> list[Call]:
     """Return a list into which each call of `scheduler` goes from now on.
 
     Its class seems to override `queued`, `admitted` and `finished`, whether it does or not,
-    and else what it does. The jobs go into `jobs`.
+    and else what it does.
     """
     calls: list[Call] = []
-    seen = WeakSet() if jobs is None else jobs
     cls = type(scheduler)
 
     def noting(name: str) -> Callable[..., Any]:
         original = getattr(cls, name)
 
         def method(self: Scheduler, job: Job, now: int) -> Any:
-            seen.add(job)
             calls.append((name, now, job.request.id))
             return original(self, job, now)
 
@@ -442,9 +438,10 @@ class SchedulerTests(ABC):
     def test_forgets_who_is_done(self, server: str) -> None:
         """When all have finished it refers to none of them."""
         scheduler = self.make()
-        jobs: WeakSet[Job] = WeakSet()
-        self.serve(server, _requests(0), tokens=64, scheduler=scheduler, jobs=jobs)
-        gc.collect()
+        requests = _requests(0)
+        self.serve(server, requests, tokens=64, scheduler=scheduler)
+        mine = {id(request) for request in requests}
+        jobs = [job for job in living(Job) if id(job.request) in mine]
         assert not jobs, f"it still refers to {sorted(map(repr, jobs))}"
 
     def serve(
@@ -455,7 +452,6 @@ class SchedulerTests(ABC):
         tokens: int = _AMPLE,
         jumps: bool = True,
         scheduler: Scheduler | None = None,
-        jobs: WeakSet[Job] | None = None,
     ) -> list[Call]:
         """Serve `requests`, 3 at a time, in memory for `tokens` tokens; return the calls.
 
@@ -465,13 +461,12 @@ class SchedulerTests(ABC):
             tokens: tokens of prompts and outputs that fit.
             jumps: whether the loop may run many steps at once.
             scheduler: None for a new one.
-            jobs: where to put those that arrive.
         """
         scheduler = scheduler or self.make()
         reason = scheduler.unavailable()
         if reason is not None:
             pytest.skip(f"cannot work here: {reason}")
-        calls = watched(scheduler, jobs)
+        calls = watched(scheduler)
         if server == "toy":
             ToyServer(scheduler, _MAX_SEQS, tokens).run(requests)
             return calls

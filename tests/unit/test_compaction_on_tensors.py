@@ -2,6 +2,7 @@
 
 import gc
 from typing import ClassVar
+from weakref import ref
 
 import attrs
 import pytest
@@ -178,7 +179,7 @@ def test_attention_adds_up():
     texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
     seq = prefilled(texts)
     texts.run(seq, output=6)
-    sums = texts.compactor._records[seq].attention[:, :, : seq.held].sum((1, 2))
+    sums = seq.data.attention[:, :, : seq.held].sum((1, 2))
     torch.testing.assert_close(sums, torch.full((2,), 4.0 * seq.held).double())
 
 
@@ -205,11 +206,11 @@ def test_it_forgets_with_the_sequence():
     """What is known of a sequence goes when it is closed."""
     texts = paged(KNorm(budget=8))
     seq = prefilled(texts)
-    assert len(texts.compactor._records) == 1
+    record = ref(seq.data)
     texts.close(seq)
     del seq
     gc.collect()
-    assert not texts.compactor._records
+    assert record() is None
 
 
 def test_forks_go_their_own_way():
@@ -217,14 +218,13 @@ def test_forks_go_their_own_way():
     texts = paged(Told(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
     seq = prefilled(texts)
     child = texts.fork(seq, seed=1)
-    records = texts.compactor._records
-    before = records[seq].attention.clone(), records[seq].queries[1].clone()
-    asked = [*records[seq].asked]
+    before = seq.data.attention.clone(), seq.data.queries[1].clone()
+    asked = [*seq.data.asked]
     texts.run(child, output=6)
-    assert records[seq].attention.equal(before[0])
-    assert records[seq].queries[1].equal(before[1])
-    assert records[seq].asked == asked
-    assert not records[child].queries[1].equal(before[1])
+    assert seq.data.attention.equal(before[0])
+    assert seq.data.queries[1].equal(before[1])
+    assert seq.data.asked == asked
+    assert not child.data.queries[1].equal(before[1])
 
 
 def test_what_is_rolled_back_has_no_attention():
@@ -238,7 +238,7 @@ def test_what_is_rolled_back_has_no_attention():
         texts.cache.rollback(seq, drafts)
         texts.texts[seq].computed = 30
         texts.step({seq: 2})
-        sums.append(texts.compactor._records[seq].attention[:, :, 30:32])
+        sums.append(seq.data.attention[:, :, 30:32])
     torch.testing.assert_close(*sums)
 
 

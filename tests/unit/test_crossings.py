@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.crossings import SMALL, way_of_command, way_of_request
 
 FILES_OF_SIMULATE = 45
-CALLS_OF_A_REQUEST = 94
+CALLS_OF_A_REQUEST = 93
 CROSSINGS_OF_A_REQUEST = 70
 FILES_OF_A_REQUEST = 14
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import SLO, InputError, Job
-from kvcore.serving.scheduler import DECODE, PREFILL
+from kvcore.serving.job import DECODE, PREFILL
 from kvcore.units import NS_PER_S
 from kvcore_plugins.scheduler.estimate import Estimating
 

@@ -1,0 +1,183 @@
+"""The job: a request between arrival and finish, as schedulers and the loop see it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+
+from kvcore.cache.sequence import Sequence
+from kvcore.request import SLO, Key, Request
+
+WAITING: Final = "waiting"
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+PAUSED: Final = "paused"
+DONE: Final = "done"
+"""The stages of a job: waiting without blocks; computing its prompt; generating; off the batch
+with its blocks kept; finished or rejected."""
+
+LOADING: Final = "loading"
+"""One more: running, with all its blocks, some of which are on their way from a tier."""
+
+
+class DecodeSteps:
+    """Number of decode steps that a server has run: the clock of its decode batch."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+
+class Job:
+    """A request between arrival and finish: the unit a scheduler orders.
+
+    Schedulers read; only the serving loop writes, except `data`. Times are nanoseconds,
+    lengths tokens.
+
+    Attributes:
+        request: the request to be served.
+        serial: order of arrival, from 1.
+        arrival: when it arrived here; in closed-loop traffic no workload can know.
+        steps: the decode steps of its server.
+        target: length of the prefill it needs: the prompt, and after a recompute
+            preemption also what it had generated.
+        slo: its own SLO, else that of the run; None: none.
+        stage: `waiting`, `loading`, `prefill`, `decode`, `paused` or `done`.
+        seq: its blocks; None while it has none.
+        computed: tokens of `target` that are computed; tokens that hit count.
+        rank: the priority it was queued with.
+        data: the scheduler's own.
+        admitted, first_token: when it was first admitted, and when its first token came.
+        hit: prompt tokens that hit at first admission.
+        loaded: prompt tokens that were loaded from tiers at first admission.
+        pauses, recomputes, swaps: how often it was preempted, by kind.
+        last_token_ps: when its newest token came, in picoseconds.
+        output_tokens: tokens it generates: those the request asks for, or fewer where a run
+            on tensors has ended its text.
+        named_keys: block keys of generated tokens that became known while it ran.
+        generated_before: output tokens it had when it last joined or left the decode batch.
+        joined: the decode step from which on it generates a token a step; None: it does not.
+    """
+
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "computed",
+        "data",
+        "first_token",
+        "generated_before",
+        "hit",
+        "joined",
+        "last_token_ps",
+        "loaded",
+        "named_keys",
+        "output_tokens",
+        "pauses",
+        "rank",
+        "recomputes",
+        "request",
+        "seq",
+        "serial",
+        "slo",
+        "stage",
+        "steps",
+        "swaps",
+        "target",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        serial: int,
+        arrival: int,
+        steps: DecodeSteps,
+        target: int,
+        slo: SLO | None = None,
+        stage: str = WAITING,
+        seq: Sequence | None = None,
+        computed: int = 0,
+        rank: Any = None,
+        data: Any = None,
+        admitted: int | None = None,
+        first_token: int | None = None,
+        hit: int = 0,
+        loaded: int = 0,
+        pauses: int = 0,
+        recomputes: int = 0,
+        swaps: int = 0,
+        last_token_ps: int = 0,
+        output_tokens: int | None = None,
+        named_keys: tuple[Key, ...] = (),
+        generated_before: int = 0,
+        joined: int | None = None,
+    ) -> None:
+        self.request = request
+        self.serial = serial
+        self.arrival = arrival
+        self.steps = steps
+        self.target = target
+        self.slo = slo
+        self.stage = stage
+        self.seq = seq
+        self.computed = computed
+        self.rank = rank
+        self.data = data
+        self.admitted = admitted
+        self.first_token = first_token
+        self.hit = hit
+        self.loaded = loaded
+        self.pauses = pauses
+        self.recomputes = recomputes
+        self.swaps = swaps
+        self.last_token_ps = last_token_ps
+        self.output_tokens = request.output_tokens if output_tokens is None else output_tokens
+        self.named_keys = named_keys
+        self.generated_before = generated_before
+        self.joined = joined
+
+    @property
+    def generated(self) -> int:
+        """Output tokens so far."""
+        if self.joined is None:
+            return self.generated_before
+        return self.generated_before + self.steps.count - self.joined
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens still to be computed before the next one is generated."""
+        return self.target - self.computed
+
+    @property
+    def output_left(self) -> int:
+        """Output tokens still to come: the truth, which no real scheduler knows."""
+        return self.output_tokens - self.generated
+
+    @property
+    def predicted_left(self) -> int:
+        """Output tokens still expected, by the request's prediction; the truth without one.
+
+        At least 1 while there are any to come.
+        """
+        if self.request.predicted_output_tokens is None:
+            return self.output_left
+        left = self.request.predicted_output_tokens - self.generated
+        return max(left, 1 if self.output_left else 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of K/V it has: all but the newest, which the next step computes."""
+        generated = self.generated
+        return self.request.prompt_tokens + generated - 1 if generated else self.computed
+
+    def known_request(self) -> Request:
+        """Return the request with all output keys that are known by now."""
+        if not self.named_keys:
+            return self.request
+        keys = [*self.request.output_keys, *self.named_keys]
+        return attrs.evolve(self.request, output_keys=keys)
+
+    def __repr__(self) -> str:
+        """Show the request and its stage."""
+        return f"<Job {self.serial}: request {self.request.id}, {self.stage}>"
