@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 16
 
-STEP_BYTES = 256
-"""Compressed bytes that are decompressed at once: zstd makes 8 MiB of them at most."""
+STEP_BYTES = {"gzip": 1 << 12, "zstd": 1 << 8}
+"""Compressed bytes that are decompressed at once: to 4 and 8 MiB at most."""
 
 EXPANDED_BYTES = 1 << 24
 """Bytes that any compressed file may expand to, however small it is."""
@@ -192,6 +192,7 @@ def _expanded(
 ) -> Iterator[bytes]:
     """Yield the content of a compressed `file`, of which `data` has been read."""
     kind, new, failure = codec
+    step_bytes = STEP_BYTES[kind]
     decoder: Any = None
     read = given = 0
     while data:
@@ -199,7 +200,7 @@ def _expanded(
         content: list[bytes] = []
         while at < len(data):
             decoder = decoder or new()
-            step = data[at : at + STEP_BYTES]
+            step = data[at : at + step_bytes]
             try:
                 piece = decoder.decompress(step)
             except failure as error:

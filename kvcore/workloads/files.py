@@ -161,6 +161,9 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
     length = 0
     # Nothing, in place of a line, ends the last one.
     for line in chain(chain.from_iterable(map(BytesIO, pieces)), [b""]):
+        if not begun and len(line) < CHUNK_BYTES and line.endswith(b"\n"):  # as most do
+            yield line
+            continue
         begun.append(line)
         length += len(line)
         if not line or line.endswith(b"\n") or length > LONGEST_LINE:
