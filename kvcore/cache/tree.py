@@ -739,8 +739,10 @@ class SpanTree:
             if not span.ref_count and not span.children and span.released_order == released:
                 return span, span.blocks if self._evicts_leaves else min(span.blocks, missing)
             del self._demoted[span]
+        # To the compiler a victim is anything, until it is known to be a span.
+        policy: Any = self.eviction
         try:
-            answer: Any = self.eviction.victim(now)
+            answer = policy.victim(now)
         except BaseException as error:
             raise self.fail(self.eviction, "victim", error) from error
         if answer.__class__ is not Span:
