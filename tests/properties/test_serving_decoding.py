@@ -1,18 +1,19 @@
 """The jobs that generate, counted by residue class, against a model that counts each."""
 
 from itertools import count
-from types import SimpleNamespace
 
 import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import Job, Request
+from kvcore import Job, KVCache, Request
+from kvcore.cache import Sequence
 from kvcore.serving import DecodeSteps
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
 
 WINDOWS = (None, 1, 7)
+EMPTY = KVCache(1, 1)
 
 actions = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 20), st.integers(2, 30), st.booleans()),
@@ -92,7 +93,20 @@ def _add(model, batch, number, prompt, output, keyed):
     )
     job = Job(request, number, 0, model.steps, prompt)
     # Sequences may join in another order than that in which they were admitted.
-    job.seq = SimpleNamespace(admission=number * 7 % 25, compacted=0, dropped_tokens=0)
+    job.seq = Sequence(
+        number,
+        number * 7 % 25,
+        request,
+        keys,
+        0,
+        0,
+        0,
+        prompt,
+        prompt,
+        0,
+        prompt,
+        EMPTY.tree.root,
+    )
     batch.add(job, 1)
     model.lengths[job] = prompt
 

@@ -160,12 +160,13 @@ def test_every_level_is_asked_at_every_admission(server, write):
     server = attrs.evolve(server, requests=[early(each, None) for each in server.requests])
     tiers = tuple(f"disk:memory={slots * SLOT},write={write}" for slots in (3, 1000))
     opened, admissions = [], []
-    opens, find_all, find_in = KVCache.open, Tiers._find, Level.find
+    find_all, find_in = Tiers._find, Level.find
 
-    def opening(cache, request, *arguments, **options):
-        seq = opens(cache, request, *arguments, **options)
-        opened.append(request.id)
-        return seq
+    class Noting(KVCache):
+        def open(self, request, *arguments, **options):
+            seq = super().open(request, *arguments, **options)
+            opened.append(request.id)
+            return seq
 
     def finding(tiers, seq, now, *, resumed):
         asked = []
@@ -178,7 +179,7 @@ def test_every_level_is_asked_at_every_admission(server, write):
         return upto
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "open", opening)
+        patch.setattr("helpers.serving.KVCache", Noting)
         patch.setattr(Tiers, "_find", finding)
         patch.setattr(Level, "find", found)
         attrs.evolve(server, tiers=tiers).run("urgent", trace=False)
