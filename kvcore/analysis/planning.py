@@ -208,6 +208,9 @@ def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
 Search: TypeAlias = Generator[list[Fleet], None, T]
 """Yields fleets that it needs simulated, and goes on when they are."""
 
+Phases: TypeAlias = Generator[None, None, T]
+"""Queues fleets to simulate, and goes on after each of them to see whether it can."""
+
 
 @attrs.define
 class _Planner:
@@ -218,6 +221,8 @@ class _Planner:
         full: by the same, blocks of the largest pool.
         block_bytes: by the same, bytes of a block.
         host: bytes of the host's memory that a replica may have.
+        queue: the fleets to simulate next, which workers take from it.
+        running: by the digests of their tasks, fleets that are queued or simulated.
         served: what became of each fleet that was simulated.
         notes: what was left out, and why.
     """
@@ -231,8 +236,9 @@ class _Planner:
     full: dict[int, int] = attrs.field(factory=dict)
     block_bytes: dict[int, int] = attrs.field(factory=dict)
     host: int = 0
+    queue: deque[FleetTask] = attrs.field(factory=deque)
+    running: dict[str, Fleet] = attrs.field(factory=dict)
     served: dict[Fleet, Served] = attrs.field(factory=dict)
-    tasks: dict[Fleet, FleetTask] = attrs.field(factory=dict)
     failed: dict[Fleet, str] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
     tick: Tick = unseen
@@ -281,15 +287,7 @@ class _Planner:
         budget = BUDGET * len(self.cells) * len(counts or "1") + len(tried) + len(GRANTS)
         with progress("planning: simulations", budget) as self.tick:
             self.left = budget
-            (starts,) = self._run([self._ladder() if counts is None else self._each(counts)])
-            fleets = self._run([self._least(self._replicas(*each)) for each in starts])
-            fleets = _worthwhile(fleets)
-            found = self._run([self._least(self._memories(each)) for each in fleets])
-            fewest = min((each.gpus for each in found), default=0)
-            small = self._run([self._small(each) for each in found if each.gpus == fewest])
-            found += [each for each in small if each is not None]
-            options = sorted(map(self._option, dict.fromkeys(found)), key=_rank)
-            (limit,) = self._run([self._limit(options, tried)])
+            options, limit = self._run(self._phases(counts, tried))
             self.tick(self.left)
         return FleetPlan(
             setup=self._setup(),
@@ -302,6 +300,24 @@ class _Planner:
             simulations=len(self.served),
             notes=self.notes,
         )
+
+    def _phases(
+        self, counts: list[int] | None, tried: list[tuple[str, str]]
+    ) -> Phases[tuple[list[Option], Limit]]:
+        """Return the least fleets, best first, and what limits smaller ones."""
+        start = self._ladder() if counts is None else self._each(counts)
+        (starts,) = yield from self._together([start])
+        fewer = [self._least(self._replicas(*each)) for each in starts]
+        fleets = _worthwhile((yield from self._together(fewer)))
+        less = [self._least(self._memories(each)) for each in fleets]
+        found = yield from self._together(less)
+        fewest = min((each.gpus for each in found), default=0)
+        smaller = [self._small(each) for each in found if each.gpus == fewest]
+        small = yield from self._together(smaller)
+        found += [each for each in small if each is not None]
+        options = sorted(map(self._option, dict.fromkeys(found)), key=_rank)
+        (limit,) = yield from self._together([self._limit(options, tried)])
+        return options, limit
 
     def _setup(self) -> dict[str, Any]:
         """Return the options that all fleets have in common, as a table has them."""
@@ -496,43 +512,52 @@ class _Planner:
         ]
         return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
 
-    def _run(self, searches: list[Search[T]]) -> list[T]:
+    def _run(self, phases: Phases[T]) -> T:
+        """Simulate what phases ask for until they end; return what they do.
+
+        The workers are begun once: each has the workload then.
+        """
+        try:
+            next(phases)
+            with closing(self.executor.run(self.queue)) as outcomes:
+                for outcome in outcomes:
+                    fleet = self.running.pop(outcome.digest)
+                    if outcome.result is None:
+                        self._fail(fleet, str(outcome.error))
+                    else:
+                        if self.journal is not None:
+                            row = attrs.asdict(fleet)
+                            self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
+                        self._record(fleet, outcome.result)
+                    next(phases)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        msg = f"{type(self.executor).__name__}: it ended without an outcome for each task"
+        raise PluginError(msg)
+
+    def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:
         """Run searches to their ends, all at a time; return their results in order."""
         results: dict[int, T] = {}
         asked: dict[int, list[Fleet]] = {place: [] for place in range(len(searches))}
-        queue: deque[FleetTask] = deque()
-        running: dict[str, Fleet] = {}
-
-        def advance() -> None:
-            """Resume each search whose fleets are simulated; queue the fleets it asks for."""
+        while True:
             for place, search in enumerate(searches):
                 while place not in results and all(map(self._done, asked[place])):
                     try:
                         asked[place] = next(search)
                     except StopIteration as end:
                         results[place] = end.value
-                        break
-                    for fleet in asked[place]:
-                        self._ask(fleet, queue, running)
-
-        advance()
-        with closing(self.executor.run(queue)) as outcomes:
-            for outcome in outcomes:
-                fleet = running.pop(outcome.digest)
-                if outcome.result is None:
-                    self._fail(fleet, str(outcome.error))
-                else:
-                    if self.journal is not None:
-                        row = attrs.asdict(fleet)
-                        self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
-                    self._record(fleet, outcome.result)
-                advance()
-        return [results[place] for place in range(len(searches))]
+                    else:
+                        for fleet in asked[place]:
+                            self._ask(fleet)
+            if len(results) == len(searches):
+                return [results[place] for place in range(len(searches))]
+            yield
 
     def _done(self, fleet: Fleet) -> bool:
         return fleet in self.served or fleet in self.failed
 
-    def _ask(self, fleet: Fleet, queue: deque[FleetTask], running: dict[str, Fleet]) -> None:
+    def _ask(self, fleet: Fleet) -> None:
         """Queue the simulation of a fleet, unless its result is known."""
         if self._done(fleet):
             return
@@ -548,9 +573,9 @@ class _Planner:
         known = results.get(task.digest)
         if known is not None and known.keys() == attrs.fields_dict(Served).keys():
             self._record(fleet, known)
-        elif task.digest not in running:
-            running[task.digest] = fleet
-            queue.append(task)
+        elif task.digest not in self.running:
+            self.running[task.digest] = fleet
+            self.queue.append(task)
 
     def _record(self, fleet: Fleet, result: dict[str, Any]) -> None:
         served = Served(**result)

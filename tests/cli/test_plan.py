@@ -103,7 +103,7 @@ def test_a_configuration_file_may_have_its_options(planned, tmp_path):
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
     """Ctrl-C after two simulations: their lines stay, and the plan is that of a whole run."""
-    words = ("zipf:requests=600,rate=4", *SMALL[1:], "--jobs", "1", "--json")
+    words = ("zipf:requests=250,rate=4", *SMALL[1:], "--jobs", "1", "--json")
     command = [sys.executable, "-m", "kvcore", "plan", *words, "--out", "stopped"]
     journal = tmp_path / "stopped" / "journal.jsonl"
     with subprocess.Popen(

@@ -31,7 +31,7 @@ IMPLEMENTATION = "kvcore"
 """The name under which transformers finds attention through a paged cache."""
 
 
-class AttentionCache(Cache):
+class AttentionCache(Cache):  # type: ignore[misc]
     """The `past_key_values` of a model whose attention is computed by its cache."""
 
     def __init__(self) -> None:

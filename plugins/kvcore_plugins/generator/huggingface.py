@@ -127,7 +127,7 @@ class HuggingFace(Generator):
                 source = folder
         if isinstance(source, str | Path):
             source = _read("AutoTokenizer", source, "tokenizer")
-        return source  # type: ignore[no-any-return]
+        return source
 
     def identity(self) -> str:
         """Return the files of the model with sizes and times, or a digest of its weights."""
@@ -165,7 +165,7 @@ class HuggingFace(Generator):
 
         super().load(backend, checked_dtype(self, dtype))
         switch_over(self.network)
-        self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])  # type: ignore[call-arg]
+        self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run the batch as one row of tokens; return the logits where it samples."""
@@ -234,7 +234,7 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     logging = transformers.utils.logging
     shows_progress = logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
     try:
         # None of the code that files name: classes, and kernels to be fetched for attention,
         # which is exchanged anyhow.
@@ -254,7 +254,7 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
         raise InputError(msg) from error
     finally:
         if shows_progress:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()
 
 
 def _place(source: str | Path) -> tuple[str, bool]:
