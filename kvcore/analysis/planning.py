@@ -29,7 +29,7 @@ from kvcore.analysis.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore.analysis.sweep.grid import Grid
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.plan import Executor, ThisProcess
-from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
+from kvcore.analysis.sweep.runner import CellRun, Outcome, WorkloadCache
 from kvcore.config import RunConfig
 from kvcore.config.run_config import read_option
 from kvcore.errors import InputError, PluginError
@@ -521,20 +521,24 @@ class _Planner:
             next(phases)
             with closing(self.executor.run(self.queue)) as outcomes:
                 for outcome in outcomes:
-                    fleet = self.running.pop(outcome.digest)
-                    if outcome.result is None:
-                        self._fail(fleet, str(outcome.error))
-                    else:
-                        if self.journal is not None:
-                            row = attrs.asdict(fleet)
-                            self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
-                        self._record(fleet, outcome.result)
+                    self._ended(outcome)
                     next(phases)
         except StopIteration as end:
             result: T = end.value
             return result
         msg = f"{type(self.executor).__name__}: it ended without an outcome for each task"
         raise PluginError(msg)
+
+    def _ended(self, outcome: Outcome) -> None:
+        """Keep what became of a fleet that was queued."""
+        fleet = self.running.pop(outcome.digest)
+        if outcome.result is None:
+            self._fail(fleet, str(outcome.error))
+            return
+        if self.journal is not None:
+            row = attrs.asdict(fleet)
+            self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
+        self._record(fleet, outcome.result)
 
     def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:
         """Run searches to their ends, all at a time; return their results in order."""
