@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 from kvcore.cache.pins import PIN_SHARE, ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool
@@ -24,44 +25,46 @@ def check_tree(tree: SpanTree) -> None:
         cached += span.blocks
         unpinned += 0 if span.ref_count else span.blocks
         _check_span(tree, span)
-    _require(
-        (cached, unpinned) == (tree.cached_blocks, tree.unpinned_blocks),
-        f"spans hold {cached} blocks, {unpinned} unpinned; "
-        f"counted are {tree.cached_blocks} and {tree.unpinned_blocks}",
-    )
+    if (cached, unpinned) != (tree.cached_blocks, tree.unpinned_blocks):
+        _broken(
+            f"spans hold {cached} blocks, {unpinned} unpinned; "
+            f"counted are {tree.cached_blocks} and {tree.unpinned_blocks}"
+        )
 
 
 def _check_span(tree: SpanTree, span: Span) -> None:
-    parent, ratio = span.parent, tree.geometry.ratio
+    parent, ratio, generated = span.parent, tree.geometry.ratio, span.is_generated
     if parent is None:
-        msg = f"{span!r} is cached and its parent is not"
-        raise AssertionError(msg)
-    key = span.path_keys[span.start // ratio]
-    leads = (parent.children or {}).get(key) is span
-    _require(leads, f"{parent!r} does not lead to {span!r}")
-    _require(parent.end == span.start < span.end, f"{span!r} does not continue {parent!r}")
+        _broken(f"{span!r} is cached and its parent is not")
+    if (parent.children or {}).get(span.path_keys[span.start // ratio]) is not span:
+        _broken(f"{parent!r} does not lead to {span!r}")
+    if not parent.end == span.start < span.end:
+        _broken(f"{span!r} does not continue {parent!r}")
     if parent is not tree.root:
         last = (parent.end - 1) // ratio
-        begins = span.is_generated and not parent.is_generated
-        same = begins or parent.path_keys[last] == span.path_keys[last]
-        _require(same, f"{span!r} does not continue the prompt of {parent!r}")
-        later = parent.ref_count or parent.released_order > span.released_order
-        _require(bool(later), f"{parent!r} is less recent than its child {span!r}")
-    if span.ids is not None:
-        _require(len(span.ids) == span.blocks, f"{span!r} holds {len(span.ids)} ids")
-    children = (span.children or {}).values()
+        begins = generated and not parent.is_generated
+        if not begins and parent.path_keys[last] != span.path_keys[last]:
+            _broken(f"{span!r} does not continue the prompt of {parent!r}")
+        if not parent.ref_count and parent.released_order <= span.released_order:
+            _broken(f"{parent!r} is less recent than its child {span!r}")
+    if span.ids is not None and len(span.ids) != span.blocks:
+        _broken(f"{span!r} holds {len(span.ids)} ids")
+    if span.children:
+        _check_children(span, list(span.children.values()))
+    # What was generated is looked up below the prompt, with names in place of keys.
+    found = tree.index.match(span.path_keys, span.end, parent if generated else tree.root)
+    if found != (span, span.end):
+        _broken(f"prefix plugin {tree.index.name!r} finds {found} where {span!r} ends")
+
+
+def _check_children(span: Span, children: list[Span]) -> None:
     below = sum(child.ref_count for child in children)
-    _require(below <= span.ref_count, f"{span!r}: its children are pinned {below} times")
+    if below > span.ref_count:
+        _broken(f"{span!r}: its children are pinned {below} times")
     if span.expires is not None:
         late = [c for c in children if c.expires is None or c.expires > span.expires]
-        _require(not late, f"{span!r} expires before its children {late}")
-    # What was generated is looked up below the prompt, with names in place of keys.
-    after = parent if span.is_generated else tree.root
-    found = tree.index.match(span.path_keys, span.end, after)
-    _require(
-        found == (span, span.end),
-        f"prefix plugin {tree.index.name!r} finds {found} where {span!r} ends",
-    )
+        if late:
+            _broken(f"{span!r} expires before its children {late}")
 
 
 def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequence]) -> None:
@@ -72,25 +75,25 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
     """
     open_sequences = list(sequences)
     for seq in open_sequences:
-        shares = seq.span is not tree.root or seq.cacheable
-        _require(not (seq.compacted and shares), f"{seq!r} was compacted, and shares blocks")
+        if seq.compacted and (seq.span is not tree.root or seq.cacheable):
+            _broken(f"{seq!r} was compacted, and shares blocks")
+    spans = list(tree.spans())
     _check_pins(
-        tree, [*(seq.span for seq in open_sequences), *(p.span for p in tree.pins or ())]
+        spans, [*(seq.span for seq in open_sequences), *(p.span for p in tree.pins or ())]
     )
     if tree.pins is not None:
         _check_client_pins(tree.pins, pool.blocks)
     if isinstance(pool, BlockPool):
-        private = _check_ids(pool, tree, open_sequences)
+        private = _check_ids(pool, spans, open_sequences)
     else:
         private = sum(seq.private_blocks for seq in open_sequences)
     free, cached = pool.free_blocks, tree.cached_blocks
     total = free + cached + private
     if total != pool.blocks or min(free, cached, private) < 0:
-        msg = (
+        _broken(
             f"{free} free + {cached} cached + {private} private blocks are "
             f"{total}, but the pool has {pool.blocks}"
         )
-        raise AssertionError(msg)
 
 
 def _paths(ends: Iterable[Span]) -> dict[Span, int]:
@@ -104,56 +107,54 @@ def _paths(ends: Iterable[Span]) -> dict[Span, int]:
     return pins
 
 
-def _check_pins(tree: SpanTree, ends: list[Span]) -> None:
+def _check_pins(spans: list[Span], ends: list[Span]) -> None:
     """Check that a span is pinned once for each open sequence or pin whose path it is on."""
     pins = _paths(ends)
-    for span in tree.spans():
+    for span in spans:
         held = pins.pop(span, 0)
-        _require(held == span.ref_count, f"{span!r} is on the paths of {held} open sequences")
-    _require(not pins, f"open sequences hold {list(pins)}, which are not cached")
+        if held != span.ref_count:
+            _broken(f"{span!r} is on the paths of {held} open sequences")
+    if pins:
+        _broken(f"open sequences hold {list(pins)}, which are not cached")
 
 
 def _check_client_pins(pins: ClientPins, pool_blocks: int) -> None:
     """Check that the pins of clients are counted, and hold no more than their share."""
     held = _paths(pin.span for pin in pins)
     blocks, most = sum(span.blocks for span in held), PIN_SHARE * pool_blocks
-    _require(held == pins.held, f"clients pin {held}; counted are {pins.held}")
-    _require(blocks == pins.blocks, f"they hold {blocks}, not {pins.blocks}")
-    _require(blocks <= most, f"pins hold {blocks} blocks, of {most} that they may")
+    if held != pins.held:
+        _broken(f"clients pin {held}; counted are {pins.held}")
+    if blocks != pins.blocks:
+        _broken(f"they hold {blocks}, not {pins.blocks}")
+    if blocks > most:
+        _broken(f"pins hold {blocks} blocks, of {most} that they may")
 
 
-def _check_ids(pool: BlockPool, tree: SpanTree, sequences: list[Sequence]) -> int:
+def _check_ids(pool: BlockPool, spans: list[Span], sequences: list[Sequence]) -> int:
     """Check that no id is in two places; return how many distinct ids are private."""
     owners: dict[int, int] = {}
     for seq in sequences:
         ids = seq.private
         if ids is None or len(ids) != seq.private_blocks:
             held = None if ids is None else len(ids)
-            msg = f"{seq!r} should hold {seq.private_blocks} private blocks and holds {held}"
-            raise AssertionError(msg)
+            _broken(f"{seq!r} should hold {seq.private_blocks} private blocks and holds {held}")
         for block in ids:
             owners[block] = owners.get(block, 0) + 1
     extra = {block: count - 1 for block, count in owners.items() if count > 1}
-    _require(
-        extra == pool.owners,
-        f"blocks with several owners are {extra}, but the pool has {pool.owners}",
-    )
+    if extra != pool.owners:
+        _broken(f"blocks with several owners are {extra}, but the pool has {pool.owners}")
     places: list[tuple[str, Iterable[int]]] = [("free", pool.free_ids()), ("private", owners)]
-    places += [(f"span {span.id}", span.ids or ()) for span in tree.spans()]
+    places += [(f"span {span.id}", span.ids or ()) for span in spans]
     seen: dict[int, str] = {}
     for place, blocks in places:
         for block in blocks:
             if block in seen:
-                msg = f"block {block} is in two places: {seen[block]} and {place}"
-                raise AssertionError(msg)
+                _broken(f"block {block} is in two places: {seen[block]} and {place}")
             seen[block] = place
-    _require(
-        len(seen) == pool.high_water,
-        f"{pool.high_water} blocks have been used, but {len(seen)} are accounted for",
-    )
+    if len(seen) != pool.high_water:
+        _broken(f"{pool.high_water} blocks have been used, {len(seen)} are accounted for")
     return len(owners)
 
 
-def _require(holds: bool, message: str) -> None:  # noqa: FBT001
-    if not holds:
-        raise AssertionError(message)
+def _broken(message: str) -> NoReturn:
+    raise AssertionError(message)

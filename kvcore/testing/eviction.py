@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from copy import deepcopy
 from random import Random
 from typing import Any, ClassVar
@@ -285,7 +286,7 @@ class EvictionPolicyTests(ABC):
         return Driver(cache, recording.evicted)
 
     def replay(
-        self, requests: list[Request], blocks: int = _BLOCKS, **options: Any
+        self, requests: Iterable[Request], blocks: int = _BLOCKS, **options: Any
     ) -> list[Decision]:
         """Replay `requests` serially in a new cache."""
         driver = self.driver(blocks=blocks, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from inspect import signature
 from itertools import accumulate
 from random import Random
@@ -60,7 +61,7 @@ class Traffic:
     hints: bool = False
     pins: bool = False
     longest_wait: int = 4
-    mix: Mapping[str, int] = EVEN
+    mix: Mapping[str, int] = attrs.field(default=EVEN, hash=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -161,13 +162,17 @@ def numbered(steps: Iterable[Step]) -> list[Step]:
     ]
 
 
-def random_steps(seed: int, count: int, traffic: Traffic | None = None) -> list[Step]:
+@cache
+def random_steps(seed: int, count: int, traffic: Traffic | None = None) -> tuple[Step, ...]:
     """Return `count` steps drawn from `seed`."""
     draw, traffic = _drawn_from(seed), traffic or Traffic()
-    return numbered(draw_step(draw, traffic) for _ in range(count))
+    return tuple(numbered(draw_step(draw, traffic) for _ in range(count)))
 
 
-def random_requests(seed: int, count: int, traffic: Traffic | None = None) -> list[Request]:
+@cache
+def random_requests(
+    seed: int, count: int, traffic: Traffic | None = None
+) -> tuple[Request, ...]:
     """Return `count` requests drawn from `seed`, in order of arrival."""
     draw, traffic = _drawn_from(seed), traffic or Traffic()
     requests, now = [], 0
@@ -175,7 +180,7 @@ def random_requests(seed: int, count: int, traffic: Traffic | None = None) -> li
         now += draw(0, traffic.longest_wait)
         request = draw_request(draw, traffic)
         requests.append(attrs.evolve(request, id=number, arrival=now))
-    return requests
+    return tuple(requests)
 
 
 def _drawn_from(seed: int) -> Draw:
