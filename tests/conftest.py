@@ -1,8 +1,8 @@
 """How hypothesis runs (always the same few examples; `thorough`: many), processes, coverage.
 
 What is measured for coverage are the tests of the folders `cli` and `unit`, with the processes
-that they start, but for those marked `slow`, and some conformance kits: they get the mark
-`measured`. The others run hardly anything that is not run by these, take several times as long
+that they start, but for those marked `slow` and a few files, and some conformance kits: they
+get the mark `measured`. The others run hardly anything that is not run by these, take several times as long
 while they are measured, and are slower even after others have been in the same process.
 """
 
@@ -46,15 +46,34 @@ PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 MEASURED = {"cli", "unit"}
 KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
 """Conformance tests that are measured: quick ones, whose kits nothing else runs."""
+UNMEASURED = {
+    "cli/test_plan.py",
+    "cli/test_record.py",
+    "cli/test_simulate.py",
+    "cli/test_view_compare.py",
+    "cli/test_view_pool.py",
+    "cli/test_view_timeline.py",
+    "cli/test_whatif.py",
+    "unit/test_imports.py",
+    "unit/test_routers.py",
+    "unit/test_serving_load.py",
+    "unit/test_speculation_simulated.py",
+    "unit/test_trace_cluster.py",
+}
+"""Tests that take twice as long while they are measured, and run what others run as well."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the tests that are measured, before any are chosen by their marks."""
     for item in items:
-        folder, *_ = item.path.relative_to(TESTS).parts
-        is_kit = folder == "conformance" and item.path.name in KITS
-        if (folder in MEASURED or is_kit) and item.get_closest_marker("slow") is None:
+        file = item.path.relative_to(TESTS)
+        is_slow = item.get_closest_marker("slow") is not None
+        if file.parts[0] == "conformance":
+            is_measured = file.name in KITS
+        else:
+            is_measured = file.parts[0] in MEASURED and file.as_posix() not in UNMEASURED
+        if is_measured and not is_slow:
             item.add_marker("measured")
 
 
