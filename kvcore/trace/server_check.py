@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvcore.cache.pool import BlockPool, Ids
@@ -642,6 +642,7 @@ def expires(eviction: str) -> bool:
     return _of_own("eviction", eviction, "expires_spans", otherwise=True)
 
 
+@cache
 def _of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
     """Return an attribute of a built-in plugin's class; of another, `otherwise`."""
     try:

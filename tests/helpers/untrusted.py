@@ -1,5 +1,7 @@
 """Traces whose every string is markup, as somebody who is no friend may send them."""
 
+from functools import cache
+
 import msgspec
 from helpers.traces import lines, rest, seal
 from msgspec.inspect import (
@@ -101,13 +103,18 @@ class Poisoner:
 
 
 def fields(line):
-    """Yield event, name and type of each field that its line may have.
+    """Return event, name and type of each field that its line may have.
 
     None of END: that counts events and has a digest, and both must be right.
     """
-    struct = _struct_of(line)
-    for field in () if struct is End else msgspec.structs.fields(struct):
-        yield struct.__name__, field.encode_name, type_info(field.type)
+    return fields_of(_struct_of(line))
+
+
+@cache
+def fields_of(struct):
+    """Return them by the struct of a line."""
+    found = () if struct is End else msgspec.structs.fields(struct)
+    return [(struct.__name__, each.encode_name, type_info(each.type)) for each in found]
 
 
 def is_free(kind):

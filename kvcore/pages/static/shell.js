@@ -5,7 +5,9 @@ const NS = { s: 1e9, ms: 1e6, us: 1e3 };
 /** Return the bytes of a data block, decompressed. */
 async function readBytes(name) {
   const holder = document.getElementById(`data-${name}`);
-  const packed = Uint8Array.from(atob(holder.textContent), (char) => char.charCodeAt(0));
+  const text = atob(holder.textContent);
+  const packed = new Uint8Array(text.length);
+  for (let at = 0; at < text.length; at++) packed[at] = text.charCodeAt(at);
   holder.remove();
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
