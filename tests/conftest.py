@@ -2,8 +2,9 @@
 
 What is measured for coverage are the tests of the folders `cli` and `unit`, with the processes
 that they start, but for those marked `slow` and a few files, and some conformance kits: they
-get the mark `measured`. The others run hardly anything that is not run by these, take several times as long
-while they are measured, and are slower even after others have been in the same process.
+get the mark `measured`. The others run hardly anything that is not run by these, take several
+times as long while they are measured, and are slower even after others have been in the same
+process.
 """
 
 import gc
