@@ -152,7 +152,7 @@ def _check_ids(pool: BlockPool, spans: list[Span], sequences: list[Sequence]) ->
                 _broken(f"block {block} is in two places: {seen[block]} and {place}")
             seen[block] = place
     if len(seen) != pool.high_water:
-        _broken(f"{pool.high_water} blocks have been used, {len(seen)} are accounted for")
+        _broken(f"{pool.high_water} blocks have been used, but {len(seen)} are accounted for")
     return len(owners)
 
 
