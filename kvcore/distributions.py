@@ -1,11 +1,12 @@
 """What is installed: versions and entry points, as `importlib.metadata` finds them.
 
 That module takes 20 ms to import, and as long to look at all that is installed. Where nothing
-but directories is on `sys.path`, their lists of files say the same; else it is asked.
+but directories is on `sys.path`, their lists of files say the same, and are kept until they
+change; else it is asked.
 """
 
 # Paths are texts here: there may be hundreds.
-# ruff: noqa: PTH113, PTH118, PTH122, PTH123, PTH208
+# ruff: noqa: PTH113, PTH116, PTH118, PTH122, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class Installed:
         """Return the entry points of a group."""
         found: list[Point] = []
         section = None
-        for line in map(str.strip, _text(self.folder, "entry_points.txt").splitlines()):
+        for line in map(str.strip, _entry_points(self.folder).splitlines()):
             if line.startswith("[") and line.endswith("]"):
                 section = line.strip("[]")
             elif line and not line.startswith("#") and section == group:
@@ -122,7 +123,7 @@ def entry_points(group: str, of: str | None = None) -> list[EntryPoint | Point]:
     return [
         point
         for name in wanted
-        if f"[{group}]" in _text(first[name], "entry_points.txt")
+        if f"[{group}]" in _entry_points(first[name])
         for point in Installed(first[name]).points(group)
     ]
 
@@ -142,12 +143,21 @@ def version(name: str) -> str | None:
 
 def _folders() -> Iterator[tuple[str, str]]:
     """Yield the normal name of each distribution on `sys.path`, and its directory."""
-    for place in sys.path:
+    for place in map(os.path.abspath, sys.path):
         with suppress(OSError):
-            for entry in os.listdir(place or "."):
-                stem, end = os.path.splitext(entry)
-                if end.lower() in FOLDERS:
-                    yield _normal(stem.partition("-")[0]), os.path.join(place, entry)
+            yield from _described(place, os.stat(place).st_mtime_ns)
+
+
+@cache
+def _described(place: str, changed_ns: int) -> list[tuple[str, str]]:
+    """Return the same of one place, which is read anew when it has changed."""
+    del changed_ns
+    found = ((os.path.splitext(entry), entry) for entry in os.listdir(place))
+    return [
+        (_normal(stem.partition("-")[0]), os.path.join(place, entry))
+        for (stem, end), entry in found
+        if end.lower() in FOLDERS
+    ]
 
 
 def _only_directories() -> bool:
@@ -164,6 +174,22 @@ def _normal(name: str) -> str:
     while "__" in name:
         name = name.replace("__", "_")
     return name
+
+
+def _entry_points(folder: str) -> str:
+    """Return the entry points of a distribution, as a text; empty if there are none."""
+    try:
+        changed_ns = os.stat(os.path.join(folder, "entry_points.txt")).st_mtime_ns
+    except OSError:
+        return ""
+    return _read_entry_points(folder, changed_ns)
+
+
+@cache
+def _read_entry_points(folder: str, changed_ns: int) -> str:
+    """Return them as they were at a time."""
+    del changed_ns
+    return _text(folder, "entry_points.txt")
 
 
 def _text(folder: str, name: str) -> str:
