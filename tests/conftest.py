@@ -64,17 +64,25 @@ UNMEASURED = {
 """Tests that take twice as long while they are measured, and run what others run as well."""
 
 
+def may_be_measured(path):
+    """Return True if tests of a file are measured, but for slow ones."""
+    file = path.relative_to(TESTS)
+    if file.parts[0] == "conformance":
+        return file.name in KITS
+    return file.parts[0] in MEASURED and file.as_posix() not in UNMEASURED
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no file without measured tests where those alone are asked for."""
+    wanted = config.option.markexpr != "measured" or collection_path.suffix != ".py"
+    return None if wanted or may_be_measured(collection_path) else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the tests that are measured, before any are chosen by their marks."""
     for item in items:
-        file = item.path.relative_to(TESTS)
-        is_slow = item.get_closest_marker("slow") is not None
-        if file.parts[0] == "conformance":
-            is_measured = file.name in KITS
-        else:
-            is_measured = file.parts[0] in MEASURED and file.as_posix() not in UNMEASURED
-        if is_measured and not is_slow:
+        if may_be_measured(item.path) and item.get_closest_marker("slow") is None:
             item.add_marker("measured")
 
 

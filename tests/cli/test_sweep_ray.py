@@ -47,12 +47,13 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def sweep(cluster, tmp_path):
-    """Return a function that sweeps a TOML text on the cluster, into a file."""
+    """Return a function that sweeps a TOML text on the cluster, or here, into a file."""
     address, env = cluster
 
     def invoke(toml, out, executor=f"ray:{address}"):
         (tmp_path / "sweep.toml").write_text(toml)
-        done = run("sweep.toml", "--executor", executor, "--out", out, cwd=tmp_path, env=env)
+        where = ("--executor", executor) if executor else ("--jobs", "1")
+        done = run("sweep.toml", *where, "--out", out, cwd=tmp_path, env=env)
         # What Ray itself writes of workers that died comes when it likes.
         told = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
         assert (done.returncode, told) == (0, [])
@@ -61,7 +62,7 @@ def sweep(cluster, tmp_path):
     return invoke
 
 
-def test_a_cluster_gives_the_table_that_processes_give(sweep, tmp_path):
+def test_a_cluster_gives_the_table_that_one_process_gives(sweep, tmp_path):
     """With a workload at a path relative to the working directory, too."""
     rows = [
         {
@@ -74,7 +75,7 @@ def test_a_cluster_gives_the_table_that_processes_give(sweep, tmp_path):
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     toml = SMALL.replace('["zipf', '["mine.jsonl", "zipf').replace("[160", "[2, 160")
-    assert sweep(toml, "ray.csv") == sweep(toml, "local.csv", "local")
+    assert sweep(toml, "ray.csv") == sweep(toml, "here.csv", None)
 
 
 def test_routers_are_swept_on_a_cluster(sweep):
@@ -84,7 +85,7 @@ replicas = [2, [{blocks = 90}, {count = 2, device = "h200"}]]
 router = ["round-robin", "least-requests"]
 fail = "replica=1,at=0.1,for=0.1"
 """
-    assert sweep(toml, "ray.csv") == sweep(toml, "local.csv", "local")
+    assert sweep(toml, "ray.csv") == sweep(toml, "here.csv", None)
 
 
 def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
@@ -92,7 +93,7 @@ def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
     toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
     killed = sweep(toml, "killed.csv")
     assert (tmp_path / "seen").exists(), "a worker was killed"
-    assert killed == sweep(toml, "whole.csv", "local")
+    assert killed == sweep(toml, "whole.csv", None)
     assert b"SIGKILL" not in killed
 
 
@@ -106,4 +107,4 @@ def test_a_killed_sweep_on_a_cluster_gives_the_same_table(cluster, sweep, tmp_pa
     wait_for(2, tmp_path / "killed.csv.journal", process)
     process.kill()
     process.wait()
-    assert sweep(toml, "killed.csv") == sweep(toml, "whole.csv", "local")
+    assert sweep(toml, "killed.csv") == sweep(toml, "whole.csv", None)

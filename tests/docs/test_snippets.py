@@ -69,7 +69,12 @@ WITH_TESTS_OF_THEIR_OWN = {
     ROOT / "docs/how-to/write-a-plugin.md",
     ROOT / "docs/how-to/see-why-a-policy-loses.md",
 }
-WITH_PYTHON = [p for p in PAGES if blocks(p, "python") and p not in WITH_TESTS_OF_THEIR_OWN]
+WITH_PYTHON = [
+    page
+    for page in PAGES
+    # The Python of SERVE writes the traces that its commands read: both run in one test.
+    if blocks(page, "python") and page not in {*WITH_TESTS_OF_THEIR_OWN, SERVE}
+]
 WITH_FILES = [
     page
     for page in PAGES
@@ -101,18 +106,23 @@ def record_stand_in(folder):
     assert server.returncode == 0
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
-    """The Python blocks of a page run one after the other, as a reader would type them.
+def run_python(page, capsys):
+    """Run the Python blocks of a page one after the other, as a reader would type them.
 
     What one prints is the text block right below it, if there is one.
     """
-    monkeypatch.chdir(tmp_path)
     space = {"__name__": "__snippet__"}
     for number, (body, shown) in enumerate(SNIPPET.findall(page.read_text())):
         exec(compile(body, f"{name(page)}[{number}]", "exec", dont_inherit=True), space)  # noqa: S102
         printed = capsys.readouterr().out
         assert not shown or printed == shown
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
+def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
+    """The Python blocks of a page run, and print what is shown."""
+    monkeypatch.chdir(tmp_path)
+    run_python(page, capsys)
 
 
 @pytest.mark.parametrize("command", SHOWN)
@@ -134,10 +144,7 @@ def test_commands_with_files_run(page, tmp_path, monkeypatch, capsys):
     if page == KV_EVENTS:
         record_stand_in(tmp_path)
     if page == SERVE:
-        # Its Python writes the traces that its commands read.
-        script = "\n".join(blocks(page, "python"))
-        made = [sys.executable, "-c", script]
-        subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+        run_python(page, capsys)
     for command, output in commands(page):
         if not by_itself(command):
             assert_shown(output, printed_by(command, capsys), command)

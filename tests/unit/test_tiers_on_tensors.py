@@ -51,7 +51,7 @@ def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
     pytest.importorskip("torch", reason="K/V lies in tensors")
     size = slot_bytes_of(resolve("generator", MODEL).spec, 16, codec=codec)
     requests = [
-        ask(n, 100 * n, 64 + 16 * (n % 3), 40, keys=[*range(n % 4, 60, 10)], key_tokens=16)
+        ask(n, 100 * n, 64 + 16 * (n % 3), 20, keys=[*range(n % 4, 60, 10)], key_tokens=16)
         for n in range(10)
     ]
     options = {"generator": MODEL, "backend": "torch-cpu", "codec": codec, "block_size": 16}
