@@ -6,7 +6,7 @@ change; else it is asked.
 """
 
 # Paths are texts here: there may be hundreds.
-# ruff: noqa: PTH113, PTH116, PTH118, PTH122, PTH123, PTH208
+# ruff: noqa: PTH100, PTH113, PTH116, PTH118, PTH122, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -143,9 +143,10 @@ def version(name: str) -> str | None:
 
 def _folders() -> Iterator[tuple[str, str]]:
     """Yield the normal name of each distribution on `sys.path`, and its directory."""
-    for place in map(os.path.abspath, sys.path):
+    for place in sys.path:
         with suppress(OSError):
-            yield from _described(place, os.stat(place).st_mtime_ns)
+            full = os.path.abspath(place)
+            yield from _described(full, os.stat(full).st_mtime_ns)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zipfile
 from importlib import metadata
@@ -47,6 +48,28 @@ def test_what_is_installed_here():
     """In this environment both find the same."""
     assert "builtin" in agree()
     assert distributions.version("kvcore") == metadata.version("kvcore")
+
+
+def test_what_is_installed_later_is_found(places):
+    """What a place had before is kept until the place changes, and no longer."""
+    install(places[0], "one", points="[kvcore]\nx = pack:Class\n")
+    assert agree() == ["x"]
+    install(places[0], "two", points="[kvcore]\ny = pack:Class\n")
+    (places[0] / "one-1.0.dist-info/entry_points.txt").write_text("[kvcore]\nz = pack:Class\n")
+    for changed in (places[0], *places[0].glob("*/entry_points.txt")):
+        os.utime(changed, ns=(0, 10**18))  # a clock may not tell changes in a row apart
+    assert agree() == ["y", "z"]
+
+
+def test_a_working_directory_that_is_gone(places, tmp_path, monkeypatch):
+    """It is on `sys.path` as the empty text, and has nothing."""
+    install(places[0], "one", points="[kvcore]\nx = pack:Class\n")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    gone.rmdir()
+    assert [point.name for point in distributions.entry_points("kvcore")] == ["x"]
 
 
 def test_points_of_several_places(places):
