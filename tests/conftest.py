@@ -73,9 +73,14 @@ def may_be_measured(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Import no file without measured tests where those alone are asked for."""
-    wanted = config.option.markexpr != "measured" or collection_path.suffix != ".py"
-    return None if wanted or may_be_measured(collection_path) else True
+    """Import no file that has nothing of what is asked for: measured tests, or the others."""
+    asked, needless = config.option.markexpr, False
+    if collection_path.suffix == ".py" and asked == "measured":
+        needless = not may_be_measured(collection_path)
+    elif collection_path.suffix == ".py" and asked == "not measured":
+        text = collection_path.read_text("utf-8")
+        needless = may_be_measured(collection_path) and "slow" not in text
+    return True if needless else None
 
 
 @pytest.hookimpl(tryfirst=True)
