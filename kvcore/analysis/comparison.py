@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import product
 from time import perf_counter
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes where none are given: the workload's distinct blocks divided by these."""
 
+HELD_BYTES = 32 << 20
+REQUEST_BYTES, KEY_BYTES = 500, 8
+"""What the requests of a workload may take to be held in memory, and what each takes, about."""
+
 SHARING = "radix"
 """The prefix cache that the optimum is a bound for, and the default."""
 
@@ -64,7 +68,7 @@ class Row:
         residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
             workload's own time; None where that was not asked for, and for the optimum.
         bill: what an API whose cache this is would have charged; None without prices.
-        wall_s: seconds the row took, reading the workload included. Rows of the
+        wall_s: seconds the row took, with any reading of the workload. Rows of the
             optimum share one reading, which no row pays.
     """
 
@@ -181,7 +185,8 @@ def compare(
 ) -> Comparison:
     """Replay `workload`, serial and untimed, under each policy in a pool of each size.
 
-    The workload is read once a row, and a row's memory is one cache. Policies and sizes
+    The workload is read once a row, unless its requests take less than `HELD_BYTES`: these are
+    held in memory. A row's memory is one cache. Policies and sizes
     given twice are run once.
 
     Args:
@@ -350,6 +355,7 @@ class _RowMaker:
     price: PriceModel | None
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
+    held: list[Request] = attrs.field(init=False, factory=list, repr=False)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
         """Return the number of requests, and what a cache without bounds hits.
@@ -357,7 +363,7 @@ class _RowMaker:
         With `bounded`, for comparisons with Belady's bound, the reading of the future that
         the bound needs says it; else a replay does.
         """
-        requests = ticked(check_keys(self.bench.workload), self.tick)
+        requests = ticked(self._holding(check_keys(self.bench.workload)), self.tick)
         if bounded:
             geometry = self.bench.geometry
             self.future = future = Future.read(requests, geometry)
@@ -371,6 +377,17 @@ class _RowMaker:
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
         )
+
+    def _holding(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield `requests`; hold them for the rows, unless they take too much memory."""
+        held: list[Request] = []
+        size = 0
+        for request in requests:
+            size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
+            if size <= HELD_BYTES:
+                held.append(request)
+            yield request
+        self.held = held if size <= HELD_BYTES else []
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
@@ -447,7 +464,7 @@ class _RowMaker:
                 self.bench.put_tiers(cache)
             if self.residency:
                 cache.record_residency()
-            requests = ticked(self.bench.workload, self.tick)
+            requests = ticked(self.held or self.bench.workload, self.tick)
             if self.price is not None:
                 done = served(requests, cache)
                 charged = self._bill((seq.request, seq.hit_blocks) for seq in done)

@@ -12,7 +12,7 @@ import pytest
 
 import kvcore
 from kvcore import InputError, PolicyError
-from kvcore.analysis import Belady, compare
+from kvcore.analysis import Belady, compare, comparison
 from kvcore.analysis.comparison import default_sizes
 from kvcore.models.cost import PrefillCost
 from kvcore_plugins.eviction import LFU, LRU, Cost
@@ -35,6 +35,17 @@ def test_rows_are_by_policy_then_size():
         ("fifo", 20),
         ("fifo", 10),
     ]
+
+
+@pytest.mark.parametrize(("limit", "readings"), [(comparison.HELD_BYTES, 1), (10_000, 3)])
+def test_a_workload_that_is_small_is_read_once(limit, readings, monkeypatch):
+    """One that is not, once a row and once before; the rows are the same."""
+    expected = [row.hit_blocks for row in compare(small(), "lru,fifo", 20).rows]
+    begun, read = [], Zipf.__iter__
+    monkeypatch.setattr(comparison, "HELD_BYTES", limit)
+    monkeypatch.setattr(Zipf, "__iter__", lambda self: begun.append(self) or read(self))
+    assert [row.hit_blocks for row in compare(small(), "lru,fifo", 20).rows] == expected
+    assert len(begun) == readings
 
 
 def test_what_is_given_twice_is_run_once():
