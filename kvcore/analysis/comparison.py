@@ -386,8 +386,10 @@ class _RowMaker:
             size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
             if size <= HELD_BYTES:
                 held.append(request)
+            else:
+                held.clear()
             yield request
-        self.held = held if size <= HELD_BYTES else []
+        self.held = held
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
