@@ -56,7 +56,7 @@ class Installed:
         """Return the entry points of a group."""
         found: list[Point] = []
         section = None
-        for line in map(str.strip, _entry_points(self.folder).splitlines()):
+        for line in map(str.strip, _text(self.folder, "entry_points.txt").splitlines()):
             if line.startswith("[") and line.endswith("]"):
                 section = line.strip("[]")
             elif line and not line.startswith("#") and section == group:
@@ -123,7 +123,7 @@ def entry_points(group: str, of: str | None = None) -> list[EntryPoint | Point]:
     return [
         point
         for name in wanted
-        if f"[{group}]" in _entry_points(first[name])
+        if f"[{group}]" in _text(first[name], "entry_points.txt")
         for point in Installed(first[name]).points(group)
     ]
 
@@ -177,26 +177,18 @@ def _normal(name: str) -> str:
     return name
 
 
-def _entry_points(folder: str) -> str:
-    """Return the entry points of a distribution, as a text; empty if there are none."""
+def _text(folder: str, name: str) -> str:
+    """Return the text of a file; empty if there is none."""
+    path = os.path.join(folder, name)
     try:
-        changed_ns = os.stat(os.path.join(folder, "entry_points.txt")).st_mtime_ns
+        return _read(path, os.stat(path).st_mtime_ns)
     except OSError:
         return ""
-    return _read_entry_points(folder, changed_ns)
 
 
 @cache
-def _read_entry_points(folder: str, changed_ns: int) -> str:
-    """Return them as they were at a time."""
+def _read(path: str, changed_ns: int) -> str:
+    """Return the text of a file, which is read anew when it has changed."""
     del changed_ns
-    return _text(folder, "entry_points.txt")
-
-
-def _text(folder: str, name: str) -> str:
-    """Return the text of a file; empty if there is none."""
-    try:
-        with open(os.path.join(folder, name), encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read()

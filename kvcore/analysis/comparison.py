@@ -391,6 +391,11 @@ class _RowMaker:
             yield request
         self.held = held
 
+    @property
+    def _requests(self) -> Iterable[Request]:
+        """The requests, held or to be read."""
+        return self.held or self.bench.workload
+
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
         pairs = list(product(policies, sizes))
@@ -459,14 +464,14 @@ class _RowMaker:
                     self.future, blocks + self.bench.slots, size
                 )
             if self.price is not None:
-                charged = self._bill(zip(self.bench.workload, hits, strict=True))
+                charged = self._bill(zip(self._requests, hits, strict=True))
         else:
             cache = self.bench.cache(policy.make(), blocks, trace)
             if self.bench.put_tiers is not None:
                 self.bench.put_tiers(cache)
             if self.residency:
                 cache.record_residency()
-            requests = ticked(self.held or self.bench.workload, self.tick)
+            requests = ticked(self._requests, self.tick)
             if self.price is not None:
                 done = served(requests, cache)
                 charged = self._bill((seq.request, seq.hit_blocks) for seq in done)
