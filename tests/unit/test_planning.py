@@ -13,6 +13,7 @@ from kvcore import InputError, KVCache, PluginError, Request, plan
 from kvcore.analysis import replay
 from kvcore.analysis.belady import Belady, Foresight, Future
 from kvcore.analysis.fleet import Fleet, Traffic, replica_of
+from kvcore.analysis.planning import plan as search
 from kvcore.analysis.sweep import Journal
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
@@ -300,3 +301,18 @@ def test_foresight_hits_what_belady_does(pool):
     found = replay(requests, cache).hit_blocks
     best, _ = Belady().replay(Future.read(requests, layout), pool, 4)
     assert found == best.hit_blocks
+
+
+class Lossy:
+    """An executor that takes tasks and has no outcomes."""
+
+    def run(self, tasks):
+        """Take one, and end."""
+        tasks.popleft()
+        yield from ()
+
+
+def test_an_executor_that_loses_tasks_is_named():
+    """Without the outcomes of all fleets there is no plan."""
+    with pytest.raises(PluginError, match="Lossy: it ended without an outcome for each task"):
+        search("zipf:requests=20,rate=4", slo="ttft=0.2", executor=Lossy(), **ONE)
