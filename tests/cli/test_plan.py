@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import run_here, running
 from helpers.sweeps import wait_for
 
 SMALL = (
@@ -106,9 +105,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
     words = ("zipf:requests=250,rate=4", *SMALL[1:], "--jobs", "1", "--json")
     command = [sys.executable, "-m", "kvcore", "plan", *words, "--out", "stopped"]
     journal = tmp_path / "stopped" / "journal.jsonl"
-    with subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with running(command, cwd=tmp_path) as process:
         wait_for(2, journal, process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()

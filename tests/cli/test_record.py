@@ -10,7 +10,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import run_here, running
 from helpers.engine_wire import Engine
 
 from kvcore.analysis import compare
@@ -54,12 +54,7 @@ def recording(engine, out, *options, replay=True):
     command = [sys.executable, "-m", "kvcore", "record", "--zmq", engine.address]
     if replay:
         command += ["--replay", engine.replay]
-    with subprocess.Popen(
-        [*command, "-o", out, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with running([*command, "-o", out, *options]) as process:
         engine.wait()
         try:
             yield process
@@ -290,12 +285,7 @@ def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
     export = [sys.executable, "-m", "kvcore", "export", trace, "--to", "vllm"]
     done = subprocess.run([*export, "--out", there, "--json"], capture_output=True, check=True)
     batches = json.loads(done.stdout)["batches"]
-    with subprocess.Popen(
-        [*export, "--zmq", "tcp://127.0.0.1:*"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as publishing:
+    with running([*export, "--zmq", "tcp://127.0.0.1:*"]) as publishing:
         address = re.search(r"at (\S+),", publishing.stderr.readline())[1]
         record = [sys.executable, "-m", "kvcore", "record", "--zmq", address, "-o", here]
         subprocess.run([*record, "--batches", str(batches)], check=True, timeout=PATIENCE)

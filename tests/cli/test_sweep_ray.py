@@ -8,6 +8,7 @@ import sys
 from secrets import token_hex
 
 import pytest
+from helpers.commands import running
 from helpers.sweeps import SMALL, command, install_mortal, run, wait_for
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -30,14 +31,7 @@ def cluster(tmp_path_factory):
     """
     env = install_mortal(tmp_path_factory.mktemp("cluster") / "site")
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
-    with subprocess.Popen(
-        [sys.executable, "-c", HEAD],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as head:
+    with running([sys.executable, "-c", HEAD], env=env, stdin=subprocess.PIPE) as head:
         address = head.stdout.readline().strip()
         if not address:
             pytest.skip(f"no Ray cluster starts here: {head.communicate()[1][-300:]}")

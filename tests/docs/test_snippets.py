@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from helpers.commands import running
 
 from kvcore.cli.main import run
 
@@ -91,9 +92,7 @@ for shown_on in PAGES:
 def record_stand_in(folder):
     """Record `events.jsonl.gz` from the example that stands in for a server."""
     example = [sys.executable, ROOT / "examples/full_reports.py", "my_requests.jsonl"]
-    with subprocess.Popen(
-        [*example, "tcp://127.0.0.1:*"], cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as server:
+    with running([*example, "tcp://127.0.0.1:*"], cwd=folder) as server:
         address = server.stdout.readline().split()[-1]
         record = [sys.executable, "-m", "kvcore", "record", "--zmq", address, "-o"]
         subprocess.run(

@@ -71,12 +71,13 @@ class Tab:
 
 
 def until(page, condition, arg=None):
-    """Wait until a condition of a page holds, looked at before each frame.
+    """Wait until a condition of a page holds, looked at before each frame; a minute at most.
 
     That of playwright evaluates text in the page, which the policy of a page forbids.
     """
     look = f"const look = () => (({condition})(arg) ? done() : requestAnimationFrame(look))"
-    page.evaluate(f"(arg) => new Promise((done) => {{ {look}; look(); }})", arg)
+    late = "setTimeout(() => fail(new Error('it does not come to hold')), 60000)"
+    page.evaluate(f"(arg) => new Promise((done, fail) => {{ {look}; {late}; look(); }})", arg)
 
 
 class Browser:
