@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait as wait_for_process
 from multiprocessing.process import BaseProcess
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
@@ -201,9 +201,11 @@ class _Pool(Generic[TaskT, OutcomeT]):
     def _submit(self, task: TaskT) -> Future[OutcomeT]:
         before = set(active_children())
         # Ctrl-C is for the parent alone: workers are born with the signal blocked.
-        with _interrupts_blocked():
-            future: Future[OutcomeT] = self._executor.submit(_attempt, task)
-        self._processes |= set(active_children()) - before
+        with _interrupts_delayed():
+            try:
+                future: Future[OutcomeT] = self._executor.submit(_attempt, task)
+            finally:
+                self._processes |= set(active_children()) - before
         return future
 
     def _ended(self) -> str:
@@ -218,12 +220,26 @@ class _Pool(Generic[TaskT, OutcomeT]):
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _interrupts_delayed() -> Iterator[None]:
+    """Delay KeyboardInterrupt until the body ends; processes that it starts block SIGINT.
+
+    Where this thread blocks the signal, another thread gets it, and Python raises the exception
+    in the main thread all the same. While a worker starts, it would leave a worker that its
+    pool does not know of: this waits for a task, and the interpreter for its end, for ever.
+    """
+    caught: list[int] = []
+    handler = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if handler is not None:
+        signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 _attempts: list[Callable[[Any], Any]] = []

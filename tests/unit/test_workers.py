@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children
 from multiprocessing.popen_fork import Popen
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, get_ident, main_thread
 
+import pytest
 from helpers.sweeps import suicide
 
 from kvcore.analysis import workers
@@ -37,3 +40,27 @@ def test_the_end_of_a_worker_is_known_however_late_its_exit_code_is(monkeypatch)
     assert list(work_all(suicide, [signal.SIGKILL], 1)) == [
         (signal.SIGKILL, WorkerDied("SIGKILL"))
     ]
+
+
+def test_an_interrupt_amid_the_start_of_a_worker_comes_after_it(monkeypatch):
+    """Whichever thread is told; the worker is known by then, and ends with its pool."""
+    start = ProcessPoolExecutor._spawn_process
+    started = []
+
+    def interrupted(self):
+        # A thread that does not block the signal, as most do.
+        thread = Thread(target=interrupt)
+        thread.start()
+        thread.join()
+        start(self)
+        started.extend(active_children())
+
+    def interrupt():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_kill(get_ident(), signal.SIGINT)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(work_all(suicide, [signal.SIGKILL], 1))
+    assert started
+    assert not any(process.is_alive() for process in started)
