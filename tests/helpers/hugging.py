@@ -8,6 +8,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
@@ -16,6 +17,7 @@ from transformers import (
 
 from kvcore import KVCache
 from kvcore_plugins.backend import TorchCPU
+from kvcore_plugins.generator._hf_model import cache_argument
 from kvcore_plugins.generator.hf_cache import PagedCache
 
 torch.set_num_threads(1)
@@ -55,6 +57,10 @@ FAMILIES = {
         bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
     ),
 }  # fmt: skip
+
+
+CACHE = cache_argument(LlamaForCausalLM)
+"""The argument of a model that takes a cache, by the installed version of transformers."""
 
 
 def tiny(family, seed=0, dtype=torch.float64):

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
 from helpers.hugging import (  # noqa: E402
+    CACHE,
     FAMILIES,
     Poisoned,
     padded,
@@ -31,7 +32,7 @@ def generated(model, ids, paged=None, **options):
     """Return what `model` generates: with its own cache, or through `paged`."""
     options = GREEDY | {"attention_mask": torch.ones_like(ids)} | options
     if paged is None:
-        return model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+        return model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, **options)
     with paged.attached(model):
         return model.generate(ids, **options)
 
@@ -201,9 +202,18 @@ def test_logits_of_a_direct_call(family):
         expected = model(ids, use_cache=False).logits
         with paged.attached(model):
             batch = paged.batch()
-            first = model(ids[:, :9], past_key_values=batch).logits
-            rest = model(ids[:, 9:], past_key_values=batch).logits
+            first = model(ids[:, :9], **{CACHE: batch}).logits
+            rest = model(ids[:, 9:], **{CACHE: batch}).logits
     torch.testing.assert_close(torch.cat([first, rest], 1), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_batch_given_by_the_older_name_is_taken():
+    """A model takes a batch as `cache`, and as `past_key_values`, its name before 5.24."""
+    model, ids, paged = tiny("llama"), prompt(9), paged_cache()
+    with torch.no_grad(), paged.attached(model):
+        batch = paged.batch()
+        model(ids, past_key_values=batch)
+        assert batch.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -256,8 +266,8 @@ def test_a_batch_goes_on_where_it_was():
     expected = generated(model, ids, max_new_tokens=12)
     with paged.attached(model):
         batch = paged.batch()
-        half = model.generate(ids, past_key_values=batch, do_sample=False, max_new_tokens=6)
-        whole = model.generate(half, past_key_values=batch, do_sample=False, max_new_tokens=6)
+        half = model.generate(ids, **{CACHE: batch}, do_sample=False, max_new_tokens=6)
+        whole = model.generate(half, **{CACHE: batch}, do_sample=False, max_new_tokens=6)
     assert whole.tolist() == expected.tolist()
 
 
@@ -266,11 +276,11 @@ def test_rows_can_be_repeated_and_selected():
     model, paged, ids = tiny("llama"), paged_cache(), prompt(9)
     with paged.attached(model), torch.no_grad():
         batch = paged.batch()
-        model(ids, past_key_values=batch)
+        model(ids, **{CACHE: batch})
         batch.batch_repeat_interleave(3)
         assert len(batch.sequences) == 3
         batch.batch_select_indices(torch.tensor([2]))
-        found = model(ids[:, :1], past_key_values=batch).logits
+        found = model(ids[:, :1], **{CACHE: batch}).logits
     with torch.no_grad():
         expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -343,9 +353,9 @@ def test_a_filled_foreign_cache_is_refused():
     """K/V that is not in blocks cannot be gone on from."""
     model, ids = tiny("llama"), prompt(5)
     with torch.no_grad():
-        filled = model(ids, use_cache=True).past_key_values
+        filled = model(ids, use_cache=True)[CACHE]
     with paged_cache().attached(model), pytest.raises(InputError, match="DynamicCache"):
-        model(ids, past_key_values=filled)
+        model(ids, **{CACHE: filled})
 
 
 def test_a_batch_of_another_size_is_refused():
@@ -353,9 +363,9 @@ def test_a_batch_of_another_size_is_refused():
     model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
     with paged.attached(model), torch.no_grad():
         batch = paged.batch()
-        model(ids, past_key_values=batch)
+        model(ids, **{CACHE: batch})
         with pytest.raises(InputError, match="2 rows"):
-            model(ids.repeat(2, 1), past_key_values=batch)
+            model(ids.repeat(2, 1), **{CACHE: batch})
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 5, 5)])
@@ -373,10 +383,10 @@ def test_a_mask_that_hides_what_is_stored_is_refused():
     model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
     with paged.attached(model), torch.no_grad():
         batch = paged.batch()
-        model(ids, past_key_values=batch)
+        model(ids, **{CACHE: batch})
         mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
         with pytest.raises(InputError, match="hides other tokens"):
-            model(ids[:, :1], past_key_values=batch, attention_mask=mask)
+            model(ids[:, :1], **{CACHE: batch}, attention_mask=mask)
 
 
 def test_attention_without_a_cache_is_refused():

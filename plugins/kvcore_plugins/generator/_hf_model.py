@@ -8,6 +8,7 @@ over by a name, and what the step's K/V goes through travels as the argument `pa
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,7 +33,7 @@ IMPLEMENTATION = "kvcore"
 
 
 class AttentionCache(Cache):  # type: ignore[misc]
-    """The `past_key_values` of a model whose attention is computed by its cache."""
+    """The cache argument of a model whose attention is computed by this cache."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -56,6 +57,14 @@ class AttentionCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the length and the offset of a mask, which `_no_mask` does not make."""
         return self.get_seq_length(layer_idx) + query_length, 0
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return that K/V is stored: `generate` then passes only tokens that have none yet.
+
+        Without layers of its own this cache would count as one of linear attention.
+        """
+        return [False]
 
 
 class PackedCache(AttentionCache):
@@ -256,12 +265,22 @@ def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     model(
         input_ids=torch.full_like(positions, config.vocab_size // 2)[None],
         position_ids=positions[None],
-        past_key_values=packed,
         use_cache=True,
         logits_to_keep=1,
         paged=packed,
+        **{cache_argument(model): packed},
     )
     return tuple(found)
+
+
+def cache_argument(model: Module | type[Module]) -> str:
+    """Return the name of the argument of `model` that takes a cache.
+
+    It is `cache` from transformers 5.24 on, where a model has been changed to it, and
+    `past_key_values` before.
+    """
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _at(rotary: Rotary, key: Tensor, positions: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kvcore_plugins.generator._hf_model import (
     AttentionCache,
     PackedCache,
     as_rows,
+    cache_argument,
     dtype_of,
     rotary_of,
     spec_of,
@@ -114,7 +115,9 @@ class PagedCache:
             model.set_attn_implementation(before)
 
     def batch(self) -> PagedBatch:
-        """Return a new batch, to be given to the attached model as `past_key_values`.
+        """Return a new batch, to be given to the attached model as `cache`.
+
+        Before transformers 5.24 that argument is called `past_key_values`.
 
         `model.generate` without a batch creates one, which the next generation closes.
 
@@ -170,17 +173,22 @@ class PagedCache:
         """
         names = inspect.signature(model.forward).parameters
         inputs = dict(zip(names, given, strict=False)) | named
-        batch = inputs.get("past_key_values")
+        older = inputs.pop("past_key_values", None)
+        batch = inputs.pop("cache", older)
         if not isinstance(batch, PagedBatch):
             if batch is not None and batch.get_seq_length():
                 msg = (
-                    f"past_key_values is a {type(batch).__name__} that holds K/V already, and "
+                    f"the given cache is a {type(batch).__name__} that holds K/V already, and "
                     "not in blocks: start without one, or with paged.batch()"
                 )
                 raise InputError(msg)
             batch = self._fresh()
         inputs = batch.begin(inputs)
-        return (), inputs | {"past_key_values": batch, "use_cache": True, "paged": batch}
+        return (), inputs | {
+            cache_argument(model): batch,
+            "use_cache": True,
+            "paged": batch,
+        }
 
     def _fresh(self) -> PagedBatch:
         """Close the batch created for the last generation, and create the next."""
@@ -199,8 +207,9 @@ def _after(_: Any, __: tuple[Any, ...], named: dict[str, Any], ___: Any) -> None
 class PagedBatch(AttentionCache):
     """The cache of one batch: row i of the batch is the sequence i of a `KVCache`.
 
-    Give it to a model as `past_key_values`; a model called without one gets a batch of its
-    own. Tokens that the attention mask hides have no slot. Blocks are held until `reset`.
+    Give it to a model as `cache` (`past_key_values` before transformers 5.24); a model called
+    without one gets a batch of its own. Tokens that the attention mask hides have no slot.
+    Blocks are held until `reset`.
 
     A prompt's blocks are shared with other batches when only its last logits are wanted
     (`logits_to_keep=1`, as `generate` sets it) and its positions count its own tokens: then
@@ -414,9 +423,9 @@ class PagedBatch(AttentionCache):
             self._body(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([batch.positions], device=device),
-                past_key_values=packed,
                 use_cache=True,
                 paged=packed,
+                **{cache_argument(self._body): packed},
             )
 
     def _open(self, prompt: tuple[int, ...], length: int) -> Sequence:

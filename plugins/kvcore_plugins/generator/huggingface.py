@@ -171,19 +171,22 @@ class HuggingFace(Generator):
         """Run the batch as one row of tokens; return the logits where it samples."""
         import torch  # noqa: PLC0415
 
-        from kvcore_plugins.generator._hf_model import PackedCache  # noqa: PLC0415
+        from kvcore_plugins.generator._hf_model import (  # noqa: PLC0415
+            PackedCache,
+            cache_argument,
+        )
 
         device, packed = self.network.device, PackedCache(attend)
         with torch.no_grad():
             out = self.network(
                 input_ids=torch.tensor([batch.token_ids], device=device),
                 position_ids=torch.tensor([batch.positions], device=device),
-                past_key_values=packed,
                 use_cache=True,
                 logits_to_keep=torch.tensor(
                     sampled_rows(batch), dtype=torch.long, device=device
                 ),
                 paged=packed,
+                **{cache_argument(self.network): packed},
             )
         return out.logits[0]
 
