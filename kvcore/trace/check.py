@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from kvcore.progress import Tick, ticked, unseen
+from kvcore.trace import events
+from kvcore.trace.cluster_check import ClusterChecker
 from kvcore.trace.fields import SCHEMA, EvictionDigest
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.server_check import TraceChecker
 from kvcore.trace.state import Hits
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 
 @attrs.frozen
@@ -129,8 +127,6 @@ def checker_of(header: events.Header) -> Checker:
     """
     if not header.replicas:
         return TraceChecker(header)
-    from kvcore.trace.cluster_check import ClusterChecker  # noqa: PLC0415 - most have none
-
     if "eviction" not in header.plugins:
         msg = (
             "a proxy has written this trace: it tells of requests and where they went, and "

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.trace import events
+from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.server_check import TraceChecker, expires
-from kvcore.trace.state import Hits, violated
+from kvcore.trace.state import Hits
 from kvcore.units import parse_seconds
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
-    from kvcore.trace.events import Event, Header
 
 
 @attrs.define(eq=False)

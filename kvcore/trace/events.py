@@ -5,7 +5,7 @@ imports msgspec, which takes as long as a tenth of kvcore: import it where lines
 """
 
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import msgspec
 import orjson
@@ -63,6 +63,15 @@ SloTimes: TypeAlias = Annotated[
 EventCounts: TypeAlias = Annotated[
     dict[str, Count], Meta(description="an object of event counts")
 ]
+
+
+class ViolationError(ValueError):
+    """A line that cannot follow from the lines before it."""
+
+
+def violated(reason: str) -> NoReturn:
+    """Raise ViolationError."""
+    raise ViolationError(reason)
 
 
 class PluginRecord(Struct, forbid_unknown_fields=True):

@@ -14,21 +14,15 @@ What is in a tier follows from OFFLOAD and DROP alone, and `done` from the queue
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvcore.trace.state import (
-    CacheState,
-    TracedPrompt,
-    TracedSequence,
-    ViolationError,
-    violated,
-)
+from kvcore.trace import events
+from kvcore.trace.events import ViolationError, violated
+from kvcore.trace.layout import TracedPrompt
+from kvcore.trace.lifecycle import Lifecycles
+from kvcore.trace.pool_check import CachedKeys
+from kvcore.trace.state import CacheState, TracedSequence
 from kvcore.trace.tiers import TracedTier, TracedTiers
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
-    from kvcore.trace.lifecycle import Lifecycles
-    from kvcore.trace.pool_check import CachedKeys
 
 LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
 """Lines between a load and the last commit of what it has loaded."""
