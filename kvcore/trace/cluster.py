@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any
 
-from kvcore.request import Key, Request
-from kvcore.trace.fields import encode_runs, key_fields, plain
+from kvcore.request import Request
+from kvcore.trace.fields import encode_runs, plain
 from kvcore.trace.writer import JsonRecorder, Trace
 
 _LINES = 4096
@@ -49,20 +49,6 @@ class ReplicaRecorder(JsonRecorder):
 
     def request(self, request: Request, now: int) -> None:
         """Write nothing: the cluster has written REQUEST."""
-
-    def recover(
-        self,
-        now: int,
-        *,
-        tier: str,
-        request: int | str,
-        keys: Iterable[Key],
-        first: int,
-        blocks: int,
-    ) -> None:
-        """Write RECOVER, the keys as JSON has them."""
-        named = key_fields(keys, request)
-        super().recover(now, tier=tier, request=request, keys=named, first=first, blocks=blocks)
 
     def _write(self, line: dict[str, Any]) -> None:
         runs = line.get("runs")
