@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcore.cache import PrefixIndex
     from kvcore.cluster import ClusterResult
     from kvcore.config import EngineParts, RunParts
-    from kvcore.config.run_config import PluginChoice, TierChoices
+    from kvcore.config.values import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
     from kvcore.models.pricing import PriceModel
@@ -603,7 +603,7 @@ def _kept(options: Mapping[str, Any], known: Sequence[str], trace: object) -> di
     kept = dict(options)
     slo = kept.get("slo")
     if isinstance(slo, str | Mapping):
-        from kvcore.config.run_config import read_option  # noqa: PLC0415 - as above
+        from kvcore.config.options import read_option  # noqa: PLC0415 - as above
 
         kept["slo"] = read_option("slo", slo)
     return kept

@@ -13,7 +13,8 @@ from kvcore.cluster import Failure, PrefixView, Router, parse_view
 from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
-from kvcore.config.recorded import RecordedParts, replica_groups
+from kvcore.config.recorded import replica_groups
+from kvcore.config.recorded_parts import RecordedParts
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, Plugins, describe

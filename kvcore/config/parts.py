@@ -13,7 +13,8 @@ import attrs
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
-from kvcore.config.run_config import MEMORY, RunConfig, read_option
+from kvcore.config.options import read_option
+from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
@@ -40,6 +41,8 @@ BLOCK_SIZE = 16
 LIMIT, MAX_OUTPUT = 20, 16
 """Requests of a workload, and tokens for a text, where a run on tensors is not told."""
 
+MEMORY = 256 << 20
+"""Bytes of the pool of a run on tensors whose size is not given."""
 
 Window: TypeAlias = tuple[int, int | None] | None
 

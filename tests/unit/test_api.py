@@ -10,7 +10,7 @@ import kvcore
 from kvcore import SLO, InputError, KVCache, ScoreEviction
 from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
-from kvcore.config.run_config import option_names
+from kvcore.config.options import option_names
 from kvcore.serving import Batching
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
