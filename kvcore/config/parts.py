@@ -103,6 +103,10 @@ class RunParts:
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse parts that do not fit one another. Called last; here there are none."""
 
     @cached_property
     def model(self) -> ModelSpec:
