@@ -44,9 +44,9 @@ class ClusterParts(RunParts):
             if config.drafter is not None and config.disaggregate is not None:
                 msg = "replicas with split phases decode without one: leave it out"
                 raise InputError(msg)
-        count = len(self.members)
+        count, failures = len(self.members), self.failures
         with self._about("fail"):
-            for failure in self.failures:
+            for failure in failures:
                 if failure.replica >= count:
                     msg = f"{failure}: replicas are numbered from 0 to {count - 1}"
                     raise InputError(msg)

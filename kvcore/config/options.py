@@ -392,7 +392,7 @@ def read_option(name: str, value: Any) -> Any:
     """
     if name in NONE_IS_TEXT and value in ("none", Spec("none")):
         return None
-    if name == "like" and value is not None and value not in LIKENESSES:
+    if name == "like" and value is not None and value not in tuple(LIKENESSES):
         msg = f"like: {shown(value)} is no engine; there are: {', '.join(LIKENESSES)}"
         raise InputError(msg)
     choices = option_choices(name)

@@ -133,8 +133,9 @@ class RunParts:
     @cached_property
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
+        model, codec = self.model, self.codec
         with self._about("codec"):
-            layout = KVLayout(self.model, self.codec, self.geometry.block_size)
+            layout = KVLayout(model, codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
             devices = self.config.tensor_parallel if self.config.timed else 1
             return Deployment(layout, self.device, devices)

@@ -118,14 +118,17 @@ def as_bytes(value: object) -> int:
 
 def as_window(value: object) -> Any:
     """Return a window of time in ns; text has seconds, such as `60:120`."""
+    if isinstance(value, str):
+        return parse_window(value)
+    if not isinstance(value, tuple):
+        return refuse("a window of time in seconds, such as '60:120'", value)
     match value:
-        case str():
-            return parse_window(value)
         case (int(start), None) if start >= 0:
-            return start, None
+            return value
         case (int(start), int(end)) if 0 <= start < end:
-            return start, end
-    return refuse("a window of time in seconds, such as '60:120'", value)
+            return value
+    msg = f"expected a window of time in ns, such as (0, 10**9) or (5, None), not {value!r:.60}"
+    raise InputError(msg)
 
 
 def as_slo(value: object) -> SLO:
@@ -137,7 +140,7 @@ def as_slo(value: object) -> SLO:
     if isinstance(value, str):
         return read_slo(value)
     if isinstance(value, Mapping):
-        return _slo_of({name: as_text(time) for name, time in value.items()})
+        return _slo_of({str(name): as_text(time) for name, time in value.items()})
     return refuse("an SLO such as ttft=30,tpot=0.1, or none", value)
 
 
@@ -249,7 +252,7 @@ def _slo_of(seconds: Mapping[str, str]) -> SLO:
 
 def _table(table: Mapping[str, Any]) -> Spec:
     """Read a plugin from a table of its name and its options."""
-    options = {name: _text_of(value) for name, value in table.items()}
+    options = {str(name): _text_of(value) for name, value in table.items()}
     if "name" not in options:
         msg = "the table needs a name, such as name = 'lru'"
         raise InputError(msg)
