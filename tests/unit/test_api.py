@@ -86,7 +86,7 @@ def test_caps_are_a_batching_or_a_table():
     }
     assert len(steps) == 1
     for cache in (None, KVCache(60, 16)):
-        with pytest.raises(InputError, match="no option 'max_seq' .did you mean 'max_seqs'"):
+        with pytest.raises(InputError, match=r"no option 'max_seq' .did you mean 'max_seqs'"):
             kvcore.simulate(ZIPF, cache=cache, batching={"max_seq": 1})
     with pytest.raises(InputError, match="max_seqs is given by itself and in batching"):
         kvcore.simulate(ZIPF, blocks=60, max_seqs=1, batching=Batching())

@@ -112,13 +112,13 @@ def test_models_and_devices_are_given_in_any_way(tmp_path):
 
 def test_a_simulation_has_a_codec():
     """Without one there are no bytes: it is said so, not stumbled over."""
-    with pytest.raises(InputError, match="^codec: no codec is given"):
+    with pytest.raises(InputError, match=r"^codec: no codec is given"):
         simulate("zipf:requests=2", codec=None)
 
 
 def test_an_error_names_its_option_once():
     """Also where several parts need it."""
-    with pytest.raises(InputError, match="^fail: 'replica=1': a failure needs"):
+    with pytest.raises(InputError, match=r"^fail: 'replica=1': a failure needs"):
         simulate_cluster("zipf:requests=2", blocks=60, replicas=2, fail="replica=1")
 
 
