@@ -220,7 +220,6 @@ class ClusterChecker:
         moving = self._moving.get(event.request)
         if moving is None or (moving.source, moving.target) != (event.source, event.target):
             violated(f"request {event.request!r} does not move so")
-        assert moving is not None
         moving.blocks += event.blocks
         size = (self._header.routing or {}).get("block_bytes")
         if type(size) is not int or event.bytes != event.blocks * size:
@@ -273,35 +272,29 @@ class ClusterChecker:
         self, event: events.Route, request: events.Request, replica: CheckedReplica
     ) -> None:
         self._must_be_in_pool(event, request)
-        if event.leg == "decode":
-            moving = self._moving.get(event.request)
-            if moving is None or moving.target is not None:
-                violated(f"request {event.request!r} is not being prefilled elsewhere")
-            assert moving is not None
-            if replica.leaving:
-                violated(f"replica {event.replica} leaves: it is sent no more requests")
-            moving.target = event.replica  # type: ignore[assignment]
-            self._must_be_thought(event.tokens or 0, request, replica)
-            moving.missing = -(-request.prompt // self._header.block_size)
-            self._at[event.request] = event.replica  # type: ignore[assignment]
-            replica.routed += 1
-            replica.sent.update(request.keys, request.output_keys or ())
-            return
-        if event.leg == "prefill":
-            self._moving[event.request] = Moving(event.replica)  # type: ignore[arg-type]
-        if event.request in self._at:
-            violated(f"request {event.request!r} is at replica {self._at[event.request]}")
+        id_, number = event.request, int(event.replica)  # type: ignore[arg-type]  # it is placed
         if replica.leaving:
-            violated(f"replica {event.replica} leaves: it is sent no more requests")
-        self._forget(event.request)
-        if event.request in replica.handed:
-            # It went on elsewhere, was lost there, and begins again.
-            replica.handed.remove(event.request)
-            replica.life.forget(event.request)
-        since = self._since.pop(event.request)
-        if self._header.mode != "wall" and event.t not in (since, self._returned):
-            violated(f"request {event.request!r} waits since {since} ns, with replicas up")
-        self._at[event.request] = event.replica  # type: ignore[assignment]
+            violated(f"replica {number} leaves: it is sent no more requests")
+        if event.leg == "decode":
+            moving = self._moving.get(id_)
+            if moving is None or moving.target is not None:
+                violated(f"request {id_!r} is not being prefilled elsewhere")
+            moving.target = number
+            moving.missing = -(-request.prompt // self._header.block_size)
+        else:
+            if event.leg == "prefill":
+                self._moving[id_] = Moving(number)
+            if id_ in self._at:
+                violated(f"request {id_!r} is at replica {self._at[id_]}")
+            self._forget(id_)
+            if id_ in replica.handed:
+                # It went on elsewhere, was lost there, and begins again.
+                replica.handed.remove(id_)
+                replica.life.forget(id_)
+            since = self._since.pop(id_)
+            if self._header.mode != "wall" and event.t not in (since, self._returned):
+                violated(f"request {id_!r} waits since {since} ns, with replicas up")
+        self._at[id_] = number
         self._must_be_thought(event.tokens or 0, request, replica)
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())

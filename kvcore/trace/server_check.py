@@ -116,7 +116,7 @@ class TraceChecker:
             if self._due is not None or self._unpinned or self._evicting is not None:
                 violated(f"it is of one call with the line before, which is at {self._now} ns")
             self._now = event.t
-        if self._tiers is not None and self._tiers.check(event, begins):
+        if self._tiers is not None and self._tiers.check(event, begins=begins):
             if name.startswith("LOAD") and self._evicting is not None:
                 self._refuse_victims()
             state.apply(event)
