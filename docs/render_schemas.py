@@ -9,7 +9,7 @@ lines of a trace, into docs/reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -23,16 +23,29 @@ from kvcore.cli.run import run
 from kvcore.cli.simulate import simulate
 from kvcore.cli.sweep import sweep
 from kvcore.config.files import GROUPS
-from kvcore.config.run_config import (
-    EXPECTATIONS,
+from kvcore.config.options import (
     OF_REPLICAS,
+    as_replicas,
     option_choices,
     option_help,
     option_names,
     option_type,
 )
+from kvcore.config.values import (
+    as_bytes,
+    as_device,
+    as_failures,
+    as_model,
+    as_natural,
+    as_plugin,
+    as_slo,
+    as_tiers,
+    as_window,
+    as_workload,
+)
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.trace import json_schema
+from kvcore.trace.fields import EXPECTATIONS
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 
@@ -46,30 +59,30 @@ _SIMPLE: Mapping[Any, str] = {
     Path: "string",
 }
 
-_MARKED: Mapping[str, Any] = {
-    "plugin": {"$ref": "#/$defs/plugin"},
-    "workload": {"$ref": "#/$defs/plugin"},
-    "tiers": {
+_READ: Mapping[Callable[[object], Any], Any] = {
+    as_plugin: {"$ref": "#/$defs/plugin"},
+    as_workload: {"$ref": "#/$defs/plugin"},
+    as_tiers: {
         "anyOf": [
             {"$ref": "#/$defs/plugin"},
             {"type": "array", "items": {"$ref": "#/$defs/plugin"}},
         ],
     },
-    "replicas": {
+    as_replicas: {
         "anyOf": [
             {"type": "integer", "minimum": 1},
             {"type": "array", "items": {"$ref": "#/$defs/replicas"}, "minItems": 1},
         ],
     },
-    "failures": {
+    as_failures: {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     },
-    "model": {"type": "string"},
-    "device": {"type": "string"},
-    "bytes": {"type": "string"},
-    "slo": {"$ref": "#/$defs/slo"},
-    "natural": {"type": "integer", "minimum": 0},
-    "window": {"type": "string", "pattern": "^[^:]*:[^:]*$"},
+    as_model: {"type": "string"},
+    as_device: {"type": "string"},
+    as_bytes: {"type": "string"},
+    as_slo: {"$ref": "#/$defs/slo"},
+    as_natural: {"type": "integer", "minimum": 0},
+    as_window: {"type": "string", "pattern": "^[^:]*:[^:]*$"},
 }
 
 _DEFINITIONS: Mapping[str, Any] = {
@@ -212,7 +225,7 @@ def _type(kind: Any) -> dict[str, Any]:
         return {"type": _SIMPLE[kind]}
     origin: Any = get_origin(kind)
     if origin is Annotated:
-        return dict(_MARKED[get_args(kind)[1]])
+        return dict(_READ[get_args(kind)[1]])
     if origin is Literal:
         return {"enum": list(get_args(kind))}
     (member,) = (each for each in get_args(kind) if each is not NoneType)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcore.cache import PrefixIndex
     from kvcore.cluster import ClusterResult
     from kvcore.config import EngineParts, RunParts
-    from kvcore.config.run_config import PluginChoice, TierChoices
+    from kvcore.config.values import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
     from kvcore.models.pricing import PriceModel
@@ -269,7 +269,7 @@ def run(
     workload: Source = "mooncake",
     *,
     cache: KVCache | None = None,
-    prompts: Sequence[str] = (),
+    prompts: str | Sequence[str] = (),
     max_output: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
@@ -287,7 +287,7 @@ def run(
     Args:
         workload: where the requests come from.
         cache: a new cache that accounts for tokens; None: one is built from the options.
-        prompts: texts to continue, in place of a workload.
+        prompts: texts to continue, or a single one, in place of a workload.
         max_output: tokens to generate for each text; None: 16.
         fragmentation: whether to measure what memory is used for.
         residency: whether to measure how long blocks rest.
@@ -316,6 +316,7 @@ def run(
     from kvcore.config import EngineParts, RunConfig  # noqa: PLC0415 - `import kvcore` is light
 
     config = RunConfig.of("run", workload=_given(workload), **_flat(options))
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     parts = EngineParts(config, plugins, prompts=prompts, max_output=max_output)
     with _traced(parts, trace) as written:
         return run_engine(
@@ -578,8 +579,21 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if not (value is None and name in ("scheduler", "latency", "batching"))
     }
-    caps = flat.pop("batching", {})
-    return {**flat, **(attrs.asdict(caps) if isinstance(caps, Batching) else caps)}
+    caps = _caps(flat.pop("batching", {}))
+    for name in flat.keys() & caps.keys():
+        msg = f"{name} is given by itself and in batching: give one of them"
+        raise InputError(msg)
+    return flat | caps
+
+
+def _caps(batching: object) -> dict[str, Any]:
+    """Return the options that `batching` gives."""
+    if isinstance(batching, Batching):
+        return attrs.asdict(batching)
+    if isinstance(batching, Mapping):
+        return dict(batching)
+    msg = f"batching={batching!r:.60}: give a Batching, or a table of its fields"
+    raise InputError(msg)
 
 
 def _kept(options: Mapping[str, Any], known: Sequence[str], trace: object) -> dict[str, Any]:
@@ -603,9 +617,15 @@ def _kept(options: Mapping[str, Any], known: Sequence[str], trace: object) -> di
     kept = dict(options)
     slo = kept.get("slo")
     if isinstance(slo, str | Mapping):
-        from kvcore.config.run_config import read_option  # noqa: PLC0415 - as above
+        from kvcore.config.options import read_option  # noqa: PLC0415 - as above
 
         kept["slo"] = read_option("slo", slo)
+    if isinstance(kept.get("batching"), Mapping):
+        from kvcore.config.options import check_names  # noqa: PLC0415 - as above
+
+        caps = _caps(kept["batching"])
+        check_names(caps, list(attrs.fields_dict(Batching)))
+        kept["batching"] = Batching(**caps)
     return kept
 
 

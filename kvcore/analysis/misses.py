@@ -25,7 +25,9 @@ from kvcore.analysis.miss_reasons import (
 )
 from kvcore.progress import Tick, unseen
 from kvcore.trace import CacheState, ServerReader, read_events
-from kvcore.trace.state import TracedPrompt, TracedSpan, ViolationError, path
+from kvcore.trace.events import ViolationError
+from kvcore.trace.layout import TracedPrompt
+from kvcore.trace.state import TracedSpan, path
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

@@ -31,7 +31,7 @@ from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.plan import Executor, ThisProcess
 from kvcore.analysis.sweep.runner import CellRun, Outcome, WorkloadCache
 from kvcore.config import RunConfig
-from kvcore.config.run_config import read_option
+from kvcore.config.options import read_option
 from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen

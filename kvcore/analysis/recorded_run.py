@@ -20,7 +20,8 @@ from kvcore.serving.stats import RunLog
 from kvcore.trace import TraceWorkload
 from kvcore.trace.check import check_event
 from kvcore.trace.fields import read_request, slo_of
-from kvcore.trace.reader import ServerReader, TraceReader
+from kvcore.trace.reader import TraceReader
+from kvcore.trace.replicas import ServerReader
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

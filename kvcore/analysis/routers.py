@@ -17,7 +17,7 @@ from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.config.cluster import ClusterParts
-from kvcore.config.run_config import replicas_text
+from kvcore.config.options import replicas_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins

@@ -16,7 +16,8 @@ import attrs
 
 from kvcore.progress import Tick, unseen
 from kvcore.trace import CacheState, ServerReader
-from kvcore.trace.state import ViolationError, run_blocks
+from kvcore.trace.events import ViolationError
+from kvcore.trace.state import run_blocks
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

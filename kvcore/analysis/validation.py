@@ -13,7 +13,7 @@ import attrs
 from kvcore.analysis.measured import MEASURES, Measured, check_columns, read_measured
 from kvcore.config import RunConfig, RunParts
 from kvcore.config.like import LIKENESSES
-from kvcore.config.run_config import check_names, option_names
+from kvcore.config.options import check_names, option_names
 from kvcore.errors import InputError, PolicyError
 from kvcore.histogram import nearest_rank
 from kvcore.plugins import Plugins

@@ -40,7 +40,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
-from kvcore.config.run_config import option_default, option_help
+from kvcore.config.options import option_default, option_help
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model

@@ -13,8 +13,7 @@ from click.core import ParameterSource
 from kvcore.cli.output import file_path, input_file, print_table, prometheus_option
 from kvcore.cli.verb import Count, complete_workload, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
-from kvcore.config.parts import BLOCK_SIZE
-from kvcore.config.run_config import (
+from kvcore.config.options import (
     RULES,
     option_choices,
     option_default,
@@ -22,8 +21,9 @@ from kvcore.config.run_config import (
     option_names,
     option_type,
     read_option,
-    slo_text,
 )
+from kvcore.config.parts import BLOCK_SIZE
+from kvcore.config.values import slo_text
 from kvcore.errors import InputError
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text

@@ -34,7 +34,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import Count, echo, verb
-from kvcore.config.run_config import option_names
+from kvcore.config.options import option_names
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.plugins import Plugins
 from kvcore.report.plan import HEADERS, PlanReport

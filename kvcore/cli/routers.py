@@ -29,7 +29,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.config.run_config import option_names
+from kvcore.config.options import option_names
 from kvcore.plugins import Plugins
 from kvcore.report.routers import RoutersReport
 from kvcore.workloads.selection import find_workload

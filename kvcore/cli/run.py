@@ -31,7 +31,7 @@ from kvcore.cli.output import (
 from kvcore.cli.simulate import document_of, outputs, print_report, report_of
 from kvcore.cli.verb import Count, echo, verb
 from kvcore.config import EngineParts
-from kvcore.config.run_config import option_help
+from kvcore.config.options import option_help
 from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError

@@ -37,7 +37,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import echo, verb
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.run_config import option_default, option_help
+from kvcore.config.options import option_default, option_help
 from kvcore.errors import InputError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.options import as_text

@@ -22,7 +22,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import Count, verb
-from kvcore.config.run_config import option_names
+from kvcore.config.options import option_names
 from kvcore.files import atomic_file, input_path, refuse_overwrite
 from kvcore.report.validation import ValidationReport
 

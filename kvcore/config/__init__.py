@@ -1,8 +1,10 @@
 """The configuration of a run: its options, how they are read, and the parts they make."""
 
 from kvcore.config.files import read_toml
+from kvcore.config.options import MODES, Mode, RunOptions
 from kvcore.config.parts import EngineParts, RunParts
-from kvcore.config.run_config import MODES, Mode, RunConfig, read_plugin, read_slo
+from kvcore.config.run_config import RunConfig
+from kvcore.config.values import read_plugin, read_slo
 from kvcore.workloads.selection import find_workload
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "EngineParts",
     "Mode",
     "RunConfig",
+    "RunOptions",
     "RunParts",
     "find_workload",
     "read_plugin",

@@ -13,25 +13,19 @@ from kvcore.cluster import Failure, PrefixView, Router, parse_view
 from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
 from kvcore.config.parts import RunParts
-from kvcore.config.recorded import RecordedParts, replica_groups
-from kvcore.config.run_config import RunConfig
+from kvcore.config.recorded import replica_groups
+from kvcore.config.recorded_parts import RecordedParts
 from kvcore.errors import InputError
-from kvcore.plugins import Plugin, Plugins, describe
+from kvcore.plugins import Plugin, describe
 from kvcore.trace import Trace
 from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
 from kvcore.trace.fields import plain
-from kvcore.workloads import Workload
 
 
 class ClusterParts(RunParts):
     """The parts of a cluster: those of a run, and of its replicas where they differ.
 
-    Args:
-        config, plugins, workload, naming: as for `RunParts`.
-
-    Attributes:
-        groups: numbers of replicas that are alike, and the parts of each of them.
-        members: the parts of each replica, by number.
+    Args: as for `RunParts`.
 
     Raises:
         InputError: as `RunParts`; replicas, a failure or an option that cannot be.
@@ -39,15 +33,9 @@ class ClusterParts(RunParts):
 
     many = True
 
-    def __init__(
-        self,
-        config: RunConfig,
-        plugins: Plugins | None = None,
-        *,
-        workload: Workload | None = None,
-        naming: Callable[[str], str] | None = None,
-    ) -> None:
-        super().__init__(config, plugins, workload=workload, naming=naming)
+    def _check(self) -> None:
+        """Refuse what replicas cannot have, and numbers of them that do not fit."""
+        config = self.config
         with self._about("allocation"):
             if config.allocation != "paged":
                 msg = "replicas have paged memory: leave it out"
@@ -56,26 +44,35 @@ class ClusterParts(RunParts):
             if config.drafter is not None and config.disaggregate is not None:
                 msg = "replicas with split phases decode without one: leave it out"
                 raise InputError(msg)
-        self.groups = self._grouped()
-        with self._about("replicas"):
-            if sum(count for count, _ in self.groups) > MOST_REPLICAS:
-                msg = f"more than {MOST_REPLICAS:,} are too many"
-                raise InputError(msg)
-        self.members = [parts for count, parts in self.groups for _ in range(count)]
+        count, failures = len(self.members), self.failures
         with self._about("fail"):
-            for failure in self.failures:
-                if failure.replica >= len(self.members):
-                    last = len(self.members) - 1
-                    msg = f"{failure}: replicas are numbered from 0 to {last}"
+            for failure in failures:
+                if failure.replica >= count:
+                    msg = f"{failure}: replicas are numbered from 0 to {count - 1}"
                     raise InputError(msg)
         with self._about("disaggregate"):
-            if self.split is not None and self.split.replicas != len(self.members):
+            if self.split is not None and self.split.replicas != count:
                 msg = (
                     f"{self.split.replicas} replicas are in its pools, but replicas gives "
-                    f"{len(self.members)}: give as many, or leave replicas out"
+                    f"{count}: give as many, or leave replicas out"
                 )
                 raise InputError(msg)
             _ = self.phases()
+
+    @cached_property
+    def groups(self) -> list[tuple[int, RunParts]]:
+        """The groups of identical replicas: their numbers and their parts."""
+        groups = self._grouped()
+        with self._about("replicas"):
+            if sum(count for count, _ in groups) > MOST_REPLICAS:
+                msg = f"more than {MOST_REPLICAS:,} are too many"
+                raise InputError(msg)
+        return groups
+
+    @cached_property
+    def members(self) -> list[RunParts]:
+        """The parts of each replica, by number."""
+        return [parts for count, parts in self.groups for _ in range(count)]
 
     def _grouped(self) -> list[tuple[int, RunParts]]:
         """Return the groups of identical replicas: their numbers and their parts."""

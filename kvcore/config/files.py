@@ -8,23 +8,15 @@ from typing import Annotated, Any, get_args, get_origin
 
 import attrs
 
-from kvcore.config.run_config import (
-    EXPECTATIONS,
-    RENAMED,
-    convert,
-    option_names,
-    option_type,
-    read_option,
-    read_plugin,
-    renamed,
-    shown,
-)
+from kvcore.config.options import RENAMED, option_names, option_type, read_option, renamed
+from kvcore.config.values import as_bytes, convert, read_plugin, shown
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, installed
 from kvcore.plugins.options import Spec, nearest, takes_path
 from kvcore.serving import Batching
+from kvcore.trace.fields import EXPECTATIONS
 from kvcore.workloads.selection import with_path
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -107,7 +99,7 @@ class _ConfigFile:
         if name == "slo" and isinstance(value, dict):
             value = dict(_group(name, value))
         kind = self.types[name]
-        if isinstance(value, int) and _marker(kind) == "bytes":
+        if isinstance(value, int) and _reader(kind) is as_bytes:
             value = shown(value)  # in a file a size has its unit
         if name in option_names():
             return self._placed(name, read_option(name, value))
@@ -150,11 +142,11 @@ class _ConfigFile:
         return Spec(value.name, placed)
 
 
-def _marker(kind: Any) -> str | None:
-    """Return the mark of an annotated type, or of one that may be None besides."""
+def _reader(kind: Any) -> Any:
+    """Return what reads an annotated type, or one that may be None besides."""
     for each in (kind, *get_args(kind)):
         if get_origin(each) is Annotated:
-            return str(get_args(each)[1])
+            return get_args(each)[1]
     return None
 
 

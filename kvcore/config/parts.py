@@ -13,7 +13,8 @@ import attrs
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
-from kvcore.config.run_config import MEMORY, RunConfig, read_option
+from kvcore.config.options import read_option
+from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
@@ -40,6 +41,8 @@ BLOCK_SIZE = 16
 LIMIT, MAX_OUTPUT = 20, 16
 """Requests of a workload, and tokens for a text, where a run on tensors is not told."""
 
+MEMORY = 256 << 20
+"""Bytes of the pool of a run on tensors whose size is not given."""
 
 Window: TypeAlias = tuple[int, int | None] | None
 
@@ -100,6 +103,10 @@ class RunParts:
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse parts that do not fit one another. Called last; here there are none."""
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -126,8 +133,9 @@ class RunParts:
     @cached_property
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
+        model, codec = self.model, self.codec
         with self._about("codec"):
-            layout = KVLayout(self.model, self.codec, self.geometry.block_size)
+            layout = KVLayout(model, codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
             devices = self.config.tensor_parallel if self.config.timed else 1
             return Deployment(layout, self.device, devices)

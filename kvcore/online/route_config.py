@@ -12,18 +12,13 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from kvcore.config.run_config import (
-    Natural,
-    PluginChoice,
-    check_names,
-    convert,
-    option_help,
-)
+from kvcore.config.options import check_names, option_help
+from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
 
-Bytes: TypeAlias = Annotated[int, "bytes"]
+Bytes: TypeAlias = Annotated[int, as_bytes]
 """A number of bytes; as text with a unit, such as `8MiB`."""
 
 MOST_REPLICAS = 1_000

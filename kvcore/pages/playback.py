@@ -33,7 +33,8 @@ from kvcore.report import setup
 from kvcore.report.misses import RequestReport
 from kvcore.trace import ServerReader, TraceChecker
 from kvcore.trace.check import check_event
-from kvcore.trace.state import TracedPrompt, TracedSpan, run_blocks
+from kvcore.trace.layout import TracedPrompt
+from kvcore.trace.state import TracedSpan, run_blocks
 from kvcore.units import NS_PER_S, format_seconds
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from kvcore.report.tables import printable, setup
 from kvcore.trace import events, read_events
 from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.state import run_blocks
+from kvcore.trace.tiers import TracedTiers
 from kvcore.units import NS_PER_S
 
 MOST_TRACKS = 256
@@ -179,8 +180,9 @@ class _ServerTracks:
 
     def take(self, line: events.Event) -> Iterator[bytes]:
         """Apply a line; yield evictions, and transfers over the links of tiers."""
-        if self.builder.state.tiers and isinstance(line, TRANSFERS):
-            yield from self._transfer(self.builder, line)
+        tiers = self.builder.state.tiers
+        if tiers is not None and isinstance(line, TRANSFERS):
+            yield from self._transfer(tiers, line)
             return
         self.builder.take(line)
         if isinstance(line, (events.Evict, events.Drop)):
@@ -197,13 +199,13 @@ class _ServerTracks:
         return process + PROCESSES * self.number
 
     def _transfer(
-        self, builder: TimelineBuilder, line: events.Offload | events.LoadStart
+        self, tiers: TracedTiers, line: events.Offload | events.LoadStart
     ) -> Iterator[bytes]:
         """Apply a line that puts blocks on the link of a tier; yield when they pass it."""
-        tier = builder.state.tiers.tier(line.tier)
+        tier = tiers.tier(line.tier)
         start = max(tier.free_at, line.t)
-        builder.take(line)
-        pid = self._pid(FIRST_TIER + list(builder.state.tiers.levels).index(line.tier))
+        self.builder.take(line)
+        pid = self._pid(FIRST_TIER + list(tiers.levels).index(line.tier))
         name = "store" if isinstance(line, events.Offload) else "load"
         args = {
             "request": str(line.request),

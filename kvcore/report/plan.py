@@ -8,7 +8,7 @@ import attrs
 
 from kvcore.analysis.fleet import Fleet
 from kvcore.analysis.planning import FleetPlan, Limit, Option
-from kvcore.config.run_config import is_plain
+from kvcore.config.options import is_plain
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version

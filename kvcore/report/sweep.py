@@ -13,7 +13,7 @@ import orjson
 
 from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Row, Sweep, axes_of
-from kvcore.config.run_config import is_plain
+from kvcore.config.options import is_plain
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path

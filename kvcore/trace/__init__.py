@@ -13,15 +13,11 @@ if TYPE_CHECKING:
         encode_runs,
         read_request,
     )
-    from kvcore.trace.reader import (
-        ServerReader,
-        TraceReader,
-        TraceWorkload,
-        json_schema,
-        read_events,
-    )
+    from kvcore.trace.reader import TraceReader, TraceWorkload, json_schema, read_events
+    from kvcore.trace.replicas import ServerReader
+    from kvcore.trace.residency import rebuild_residency
     from kvcore.trace.server_check import TraceChecker
-    from kvcore.trace.state import CacheState, rebuild_residency
+    from kvcore.trace.state import CacheState
     from kvcore.trace.writer import Trace
 else:
     __getattr__, __dir__ = deferred(
@@ -29,9 +25,11 @@ else:
         {
             "check": "Report check_trace replay",
             "fields": "SCHEMA EvictionDigest decode_runs encode_runs read_request",
-            "reader": "ServerReader TraceReader TraceWorkload json_schema read_events",
+            "reader": "TraceReader TraceWorkload json_schema read_events",
+            "replicas": "ServerReader",
+            "residency": "rebuild_residency",
             "server_check": "TraceChecker",
-            "state": "CacheState rebuild_residency",
+            "state": "CacheState",
             "writer": "Trace",
         },
     )

@@ -1,4 +1,4 @@
-"""The structlog logger of a trace: one event, one dict, one line of JSON; written in batches.
+"""The structlog logger of a trace: an event is a dict and a line of JSON, written in batches.
 
 In a module of its own because structlog takes longer to import than the rest of kvcore.
 """
@@ -18,27 +18,27 @@ from orjson import OPT_APPEND_NEWLINE, dumps
 from kvcore.trace.fields import encode_all_runs, encode_runs
 
 BATCH_LINES = 64
-"""Lines that are rendered at once. More would live so long that the collector looks at them."""
+"""Lines that are rendered at once: few enough to be gone before the next collection."""
 
 BATCH_BLOCKS = 1 << 18
-"""Blocks in the long lines of a batch, of which it may have a few more."""
+"""Blocks in the long lines of a batch, above which the batch is rendered."""
 
 LONG = 128
-"""Blocks of a line from which on their runs are found together with those of other lines."""
+"""Blocks of a line above which its runs are found together with those of other lines."""
 
 _event = itemgetter("event")
 
 
 class TraceLogger(structlog.BoundLoggerBase):
-    """Bound once a trace to the file, the processors, and the counts of events so far.
+    """Logger of one trace, bound to its file, its processors and its counts of events.
 
-    A processor has the signature that those of structlog have, and takes a batch of lines in
-    the place of one event: what is called once a batch costs a line nothing.
+    A processor has the signature of structlog's, and gets a batch of lines in place of one
+    event: its call costs little for each line.
 
     Attributes:
-        lines: how many were rendered.
-        time: of the last of them, in ns.
-        batch_lines: how many lines are rendered at once, at most.
+        lines: number of rendered lines.
+        time: time of the last rendered line, in ns.
+        batch_lines: largest number of lines that are rendered at once.
     """
 
     lines = 0
@@ -46,7 +46,7 @@ class TraceLogger(structlog.BoundLoggerBase):
     batch_lines = BATCH_LINES
 
     def __init__(self, *bound: Any) -> None:
-        """Begin with an empty batch."""
+        """Start with an empty batch."""
         super().__init__(*bound)
         self._batch: list[dict[str, Any]] = []
         self._blocks = 0
@@ -63,7 +63,7 @@ class TraceLogger(structlog.BoundLoggerBase):
             elif blocks <= LONG:
                 line["runs"] = encode_runs(runs)
             else:
-                # A copy, for the sequence goes on writing into its array.
+                # A copy: the sequence goes on writing into its array.
                 line["runs"] = runs[:]
                 self._blocks += blocks
                 if self._blocks > BATCH_BLOCKS:
@@ -92,13 +92,13 @@ class TraceLogger(structlog.BoundLoggerBase):
         self._batch = []
 
     def __del__(self) -> None:
-        """Write what is left, as a buffer does that nobody has closed."""
+        """Write the lines that are not rendered yet, as an unclosed buffer does."""
         with suppress(Exception):
             self.flush()
 
 
 def find_runs(_: Any, __: str, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace arrays of block ids by their runs, which JSON can hold."""
+    """Replace arrays of block ids by their runs, for JSON."""
     with_ids = [line for line in batch if type(line.get("runs")) is array]
     found = encode_all_runs([line["runs"] for line in with_ids])
     for line, runs in zip(with_ids, found, strict=True):

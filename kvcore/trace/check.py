@@ -1,44 +1,45 @@
-"""The check of a trace: whether its lines describe a run that could have happened."""
+"""The check of a trace: do its lines describe a run that could have happened?"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from kvcore.progress import Tick, ticked, unseen
+from kvcore.trace import events
+from kvcore.trace.cluster_check import ClusterChecker
 from kvcore.trace.fields import SCHEMA, EvictionDigest
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.reader import TraceReader
 from kvcore.trace.server_check import TraceChecker
 from kvcore.trace.state import Hits
 
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
-
 
 @attrs.frozen
 class Report:
-    """Counts of a trace, up to its end or to the time asked for.
+    """Counts of a trace, up to its end or to a given time.
 
     Attributes:
-        file: the path, as given.
-        complete: whether the file has its END; if not, `cut_reason` says where it stops.
-        lines: lines read, HEADER and END included; `events` is their number by event.
+        file: path of the trace.
+        complete: whether the file has its END.
+        cut_reason: where an incomplete file stops; None for a complete one.
+        lines: number of lines read, HEADER and END included.
+        events: number of lines by event.
         pool: blocks `free`, `cached` and `private`, and the number of `spans`.
         requests: number of REQUEST lines; `finished` and `rejected` of them have ended.
-        preemptions: how often a request was preempted, by kind: `pause` and `recompute`.
-        evictions: how many blocks were evicted for room, and the digest of their keys
-            (`EvictionDigest`); of a cluster the digest of its replicas' digests.
+        preemptions: number of preemptions by kind: `pause`, `recompute` and `swap`.
+        evictions: number of blocks that were evicted for capacity, and the digest of their
+            keys (`EvictionDigest`); of a cluster, the digest of its replicas' digests.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
-        tiers: of each tier, nearest first: its slots, blocks in it, on their way from it,
-            and what has been stored, loaded and dropped so far; and its link.
-        header: the first line: what was recorded; empty if there is none.
-        replicas: of a cluster, of which all else are sums, that of each replica: whether it
-            is `up`, `failures`, `routed` requests, and what is above; tiers only here.
+        tiers: for each tier, nearest first: its slots; the blocks in it and on their way from
+            it; the blocks stored, loaded and dropped so far; and the use of its link.
+        header: the fields of HEADER; empty if the file has none.
+        replicas: the counts of each replica of a cluster, besides whether it is `up`, its
+            `failures` and its `routed` requests. All other counts are sums over the replicas,
+            but for those of tiers, which stand only here. None for one server.
     """
 
     file: str
@@ -71,9 +72,13 @@ def check_trace(
 ) -> Report:
     """Check every line of a trace against the state that the lines before it make.
 
-    `at` (ns) asks for a report of the state after the last line not later than that; the
-    lines after it are checked all the same. `tick` is called with the bytes of the file that
-    are done. Costs about 10 µs a line.
+    Costs about 10 µs a line.
+
+    Args:
+        file: path of the trace.
+        at: time in ns of the state that is reported; lines after it are checked as well.
+            None: the state at the end.
+        tick: called with the number of bytes of the file that are done.
 
     Raises:
         InputError: the file cannot be opened.
@@ -94,7 +99,7 @@ def check_trace(
 
 
 def check_event(reader: TraceReader, checker: Checker | None, event: events.Event) -> Checker:
-    """Check `event`, which `reader` has just read; return the checker, made for HEADER.
+    """Check the event that `reader` read last; return the checker, which HEADER makes.
 
     Raises:
         TraceError: the event contradicts what came before: file, line, reason.
@@ -122,15 +127,13 @@ class Checker(Protocol):
 
 
 def checker_of(header: events.Header) -> Checker:
-    """Return what checks the lines after `header`, of one server or of several.
+    """Return the checker of the lines after `header`, of one server or of several.
 
     Raises:
         ValueError: the sizes do not fit one another.
     """
     if not header.replicas:
         return TraceChecker(header)
-    from kvcore.trace.cluster_check import ClusterChecker  # noqa: PLC0415 - most have none
-
     if "eviction" not in header.plugins:
         msg = (
             "a proxy has written this trace: it tells of requests and where they went, and "

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any
 
-from kvcore.request import Key, Request
-from kvcore.trace.fields import encode_runs, key_fields, plain
+from kvcore.request import Request
+from kvcore.trace.fields import encode_runs, plain
 from kvcore.trace.writer import JsonRecorder, Trace
 
 _LINES = 4096
-"""Lines that are kept back before it is worth looking which can be written."""
+"""Number of buffered lines from which on it is worth writing those that are due."""
 
 MOST_REPLICAS = 10_000
 """Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
@@ -29,7 +29,7 @@ class ReplicaRecorder(JsonRecorder):
         number: of the replica.
 
     Attributes:
-        header: what the replica is: fields of the header.
+        header: fields of HEADER that describe the replica.
     """
 
     def __init__(self, trace: ClusterTrace, number: int) -> None:
@@ -39,30 +39,16 @@ class ReplicaRecorder(JsonRecorder):
         self.write = self._write
 
     def begin(self, *, plugins: Mapping[str, Mapping[str, Any]], **cache: Any) -> None:
-        """Store what the cache is."""
+        """Store the fields of the header that describe the cache."""
         self.describe(plugins=plugins, **cache)
 
     def describe(self, **header: Any) -> None:
-        """Add to what the replica is."""
+        """Add fields of the header that describe the replica."""
         plugins = self.header["plugins"] | (header.pop("plugins", None) or {})
         self.header |= plain(header) | {"plugins": plain(plugins)}
 
     def request(self, request: Request, now: int) -> None:
-        """Write nothing: the cluster has written REQUEST."""
-
-    def recover(
-        self,
-        now: int,
-        *,
-        tier: str,
-        request: int | str,
-        keys: Iterable[Key],
-        first: int,
-        blocks: int,
-    ) -> None:
-        """Write RECOVER, the keys as JSON has them."""
-        named = key_fields(keys, request)
-        super().recover(now, tier=tier, request=request, keys=named, first=first, blocks=blocks)
+        """Write nothing: the cluster writes REQUEST."""
 
     def _write(self, line: dict[str, Any]) -> None:
         runs = line.get("runs")
@@ -75,8 +61,8 @@ class ReplicaRecorder(JsonRecorder):
 class ClusterTrace:
     """Writes the decisions of a cluster to a trace, in which no line is earlier than another.
 
-    A replica that is not touched while it decodes tells of its blocks afterwards, so lines are
-    kept back until all replicas have come that far. Those of one time stand in the order in
+    A replica that decodes undisturbed records its blocks afterwards, so lines are buffered
+    until the clocks of all replicas have passed them. Lines of equal time keep the order in
     which they were made.
 
     Args:
@@ -108,7 +94,7 @@ class ClusterTrace:
         cache = ("count", "block_size", "key_tokens", "blocks")
         plugins = first["plugins"] | {"router": plain(router)}
         self._trace.begin(**{name: first[name] for name in cache}, plugins={})
-        # The deployment comes first, whoever has told it.
+        # Fields of the deployment come first, in whatever order they were described.
         named = dict.fromkeys(("model", "device", "recompute")) | first
         rest = {
             name: first[name]
@@ -122,7 +108,7 @@ class ClusterTrace:
                 for name, value in each.items()
                 if name not in COMMON and value != first.get(name)
             }
-            # Of optional fields only tiers may be there for some.
+            # The only optional field that some replicas may lack.
             if "tiers" in first and "tiers" not in each:
                 differs["tiers"] = []
             if replicas and differs == {k: v for k, v in replicas[-1].items() if k != "count"}:
@@ -137,12 +123,12 @@ class ClusterTrace:
         return len(self._lines) > self._full
 
     def put(self, line: dict[str, Any]) -> None:
-        """Keep a line until its time has come."""
+        """Buffer a line until `flush` is called for its time."""
         self._made += 1
         heappush(self._lines, (line["t"], self._made, line))
 
     def flush(self, until: int) -> None:
-        """Write the lines before `until` (ns): no other that is earlier will be made."""
+        """Write the buffered lines before `until` (ns), before which no further line is made."""
         lines = self._lines
         while lines and lines[0][0] < until:
             # Looked up for each: it changes with the first.
@@ -156,13 +142,13 @@ class ClusterTrace:
     def route(
         self, now: int, request: Request, replica: int, hit_tokens: int, leg: str = ""
     ) -> None:
-        """Write ROUTE: `request` is sent to `replica`, which is thought to have so much."""
+        """Write ROUTE: `request` is sent to `replica`, where `hit_tokens` tokens should hit."""
         line = {"n": 0, "t": now, "event": "ROUTE", "request": request.id, "replica": replica}
         line |= {"tokens": hit_tokens} if hit_tokens else {}
         self.put(line | ({"leg": leg} if leg else {}))
 
     def refuse(self, now: int, request: Request, why: str) -> None:
-        """Write REJECT: no replica got `request`."""
+        """Write REJECT: `request` is sent to no replica."""
         self.put({"n": 0, "t": now, "event": "REJECT", "request": request.id, "why": why})
 
     def fail(self, now: int, replica: int) -> None:
@@ -170,7 +156,7 @@ class ClusterTrace:
         self.put({"n": 0, "t": now, "replica": replica, "event": "FAIL"})
 
     def leave(self, now: int, replica: int) -> None:
-        """Write LEAVE: `replica` is sent no more requests, and fails when it has ended all."""
+        """Write LEAVE: `replica` gets no more requests, and stops when its own have ended."""
         self.put({"n": 0, "t": now, "replica": replica, "event": "LEAVE"})
 
     def rejoin(self, now: int, replica: int) -> None:

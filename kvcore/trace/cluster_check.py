@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.trace import events
+from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.server_check import TraceChecker, expires
-from kvcore.trace.state import Hits, violated
+from kvcore.trace.state import Hits
 from kvcore.units import parse_seconds
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
-    from kvcore.trace.events import Event, Header
 
 
 @attrs.define(eq=False)
@@ -25,13 +23,14 @@ class CheckedReplica:
     """A replica of a traced cluster: its present life, and counts of the earlier ones.
 
     Attributes:
-        header: what HEADER says of it.
-        leaving: whether it is sent no more requests, and fails when it has ended all.
+        header: HEADER of the replica alone.
+        leaving: whether it gets no more requests, and stops when all of its own have ended.
         failures: how often it failed, or stopped.
         routed, finished, rejected, preemptions, hits, evictions: counts of the lives before
             this one; `routed` and `evictions` of this one too.
-        sent: keys of what was routed to it in this life, and generated there.
-        handed: requests that it has prefilled in this life, and that went on elsewhere.
+        sent: keys of the requests that were routed to it in this life, and of the blocks
+            that they generated.
+        handed: requests that it has prefilled in this life, and that another one decodes.
     """
 
     header: Header
@@ -49,7 +48,7 @@ class CheckedReplica:
 
     @property
     def life(self) -> TraceChecker:
-        """The checker of the present life; made when it is needed."""
+        """The checker of the present life, made at its first line."""
         if self._life is None:
             self._life = TraceChecker(self.header)
             self._life.evictions = self.evictions
@@ -117,7 +116,7 @@ class ClusterChecker:
         """Start with the empty caches that HEADER gives.
 
         Raises:
-            ValueError: the sizes do not fit one another, or it says what cannot be.
+            ValueError: sizes that do not fit one another, or fields that cannot be.
         """
         self._header = header
         self._placed = Replicas(header)
@@ -125,7 +124,7 @@ class ClusterChecker:
         self._up = self._placed.up[:]
         self._rejected = 0
         self._known: set[int | str] = set()
-        # Where requests are; and of those that are nowhere, since when.
+        # The replica of each request; and for requests without one, since when (ns).
         self._at: dict[int | str, int] = {}
         self._since: dict[int | str, int] = {}
         self._returned: int | None = None
@@ -222,7 +221,6 @@ class ClusterChecker:
         moving = self._moving.get(event.request)
         if moving is None or (moving.source, moving.target) != (event.source, event.target):
             violated(f"request {event.request!r} does not move so")
-        assert moving is not None
         moving.blocks += event.blocks
         size = (self._header.routing or {}).get("block_bytes")
         if type(size) is not int or event.bytes != event.blocks * size:
@@ -266,7 +264,7 @@ class ClusterChecker:
         del self._at[request]
 
     def _forget(self, request: int | str) -> None:
-        """Record that a request is not expected any more where it was to decode."""
+        """Record that a request no longer goes to the replica that was to decode it."""
         target = self._dropped.pop(request, None)
         if target is not None:
             self.replicas[target].life.forget(request)
@@ -275,41 +273,35 @@ class ClusterChecker:
         self, event: events.Route, request: events.Request, replica: CheckedReplica
     ) -> None:
         self._must_be_in_pool(event, request)
-        if event.leg == "decode":
-            moving = self._moving.get(event.request)
-            if moving is None or moving.target is not None:
-                violated(f"request {event.request!r} is not being prefilled elsewhere")
-            assert moving is not None
-            if replica.leaving:
-                violated(f"replica {event.replica} leaves: it is sent no more requests")
-            moving.target = event.replica  # type: ignore[assignment]
-            self._must_be_thought(event.tokens or 0, request, replica)
-            moving.missing = -(-request.prompt // self._header.block_size)
-            self._at[event.request] = event.replica  # type: ignore[assignment]
-            replica.routed += 1
-            replica.sent.update(request.keys, request.output_keys or ())
-            return
-        if event.leg == "prefill":
-            self._moving[event.request] = Moving(event.replica)  # type: ignore[arg-type]
-        if event.request in self._at:
-            violated(f"request {event.request!r} is at replica {self._at[event.request]}")
+        id_, number = event.request, int(event.replica)  # type: ignore[arg-type]  # it is placed
         if replica.leaving:
-            violated(f"replica {event.replica} leaves: it is sent no more requests")
-        self._forget(event.request)
-        if event.request in replica.handed:
-            # It went on elsewhere, was lost there, and begins again.
-            replica.handed.remove(event.request)
-            replica.life.forget(event.request)
-        since = self._since.pop(event.request)
-        if self._header.mode != "wall" and event.t not in (since, self._returned):
-            violated(f"request {event.request!r} waits since {since} ns, with replicas up")
-        self._at[event.request] = event.replica  # type: ignore[assignment]
+            violated(f"replica {number} leaves: it is sent no more requests")
+        if event.leg == "decode":
+            moving = self._moving.get(id_)
+            if moving is None or moving.target is not None:
+                violated(f"request {id_!r} is not being prefilled elsewhere")
+            moving.target = number
+            moving.missing = -(-request.prompt // self._header.block_size)
+        else:
+            if event.leg == "prefill":
+                self._moving[id_] = Moving(number)
+            if id_ in self._at:
+                violated(f"request {id_!r} is at replica {self._at[id_]}")
+            self._forget(id_)
+            if id_ in replica.handed:
+                # It went on elsewhere, was lost there, and begins again.
+                replica.handed.remove(id_)
+                replica.life.forget(id_)
+            since = self._since.pop(id_)
+            if self._header.mode != "wall" and event.t not in (since, self._returned):
+                violated(f"request {id_!r} waits since {since} ns, with replicas up")
+        self._at[id_] = number
         self._must_be_thought(event.tokens or 0, request, replica)
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())
 
     def _must_be_in_pool(self, event: events.Route, request: events.Request) -> None:
-        """Check that a replica belongs to the pool of the phase it is sent."""
+        """Check that a replica belongs to the pool of the phase that is routed to it."""
         leg = event.leg if isinstance(event.leg, str) else ""
         if self._pools is None:
             fits = not leg
@@ -367,13 +359,13 @@ class ClusterChecker:
         for id_, moving in [*self._moving.items()]:
             if moving.source == number:
                 del self._moving[id_]
-                # Nothing is left of what was rejected where it was to decode.
+                # A request that its decoding replica has rejected is not lost.
                 if moving.target is not None and id_ in self._at:
                     if self._at[id_] != number:
                         lost.append(id_)
                     self._dropped[id_] = moving.target
             elif moving.target == number and id_ in lost:
-                # Its prefill replica has it still, and sends it to another.
+                # Its prefill replica still has it, and sends it to another one.
                 lost.remove(id_)
                 self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
         self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
@@ -400,7 +392,7 @@ def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
     """Return when replicas fail and return, the last first: time, whether it returns, replica.
 
     Raises:
-        ViolationError: HEADER has what is no failure.
+        ViolationError: HEADER has a text that is no failure.
     """
     found: list[tuple[int, bool, int]] = []
     try:
@@ -419,7 +411,7 @@ def _pools(text: Any) -> tuple[int, int]:
     """Return how many replicas prefill, and how many decode.
 
     Raises:
-        ViolationError: HEADER has what are no pools.
+        ViolationError: HEADER has a text that gives no pools.
     """
     try:
         given = dict(piece.split("=") for piece in text.split(","))

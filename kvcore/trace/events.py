@@ -1,11 +1,11 @@
 """The events of a trace, one Struct each: the fields of a line, and their validation.
 
-`kvcore.cache.Recorder` has a method for each of them; a test compares the two. This module
-imports msgspec, which takes as long as a tenth of kvcore: import it where lines are read.
+`kvcore.cache.Recorder` has a method for each of them; a test compares the two. Modules that
+commands without a trace need do not import this one, since msgspec takes a while to import.
 """
 
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import msgspec
 import orjson
@@ -65,8 +65,17 @@ EventCounts: TypeAlias = Annotated[
 ]
 
 
+class ViolationError(ValueError):
+    """A line that cannot follow from the lines before it."""
+
+
+def violated(reason: str) -> NoReturn:
+    """Raise ViolationError."""
+    raise ViolationError(reason)
+
+
 class PluginRecord(Struct, forbid_unknown_fields=True):
-    """A plugin of a run: what builds it again."""
+    """A plugin of a run: its name and its options."""
 
     name: str
     options: dict[str, Any]
@@ -81,14 +90,14 @@ class WorkloadRecord(Struct, forbid_unknown_fields=True):
 
 
 class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A tier of a run: what lines call it, what builds it again, and its size.
+    """A tier of a run: its name in lines, its plugin, and its size.
 
     Attributes:
-        tier: its name in lines, and in other tiers' `from`.
-        name, options: of its plugin, as those of a `PluginRecord`.
-        slots, slot_bytes: how many blocks it holds, and the bytes of one.
-        devices: GPUs whose links to it add up.
-        recovered: blocks that an earlier run had left in it.
+        tier: its name in lines, and in the field `from` of lines of other tiers.
+        name, options: name and options of its plugin.
+        slots, slot_bytes: number of blocks that it holds, and the bytes of one.
+        devices: number of GPUs, whose links to the tier add up.
+        recovered: number of blocks that an earlier run had left in it.
     """
 
     tier: str
@@ -104,9 +113,9 @@ class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Consecutive identical replicas of a cluster.
 
     Attributes:
-        count: how many they are.
-        blocks, plugins, batching, latency, model, device, recompute, tiers: as in HEADER,
-            where they differ from it.
+        count: number of these replicas.
+        blocks, plugins, batching, latency, model, device, recompute, tiers: fields of HEADER
+            that have other values for them.
     """
 
     count: Annotated[int, Meta(ge=1)]
@@ -121,7 +130,7 @@ class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _Placed(Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
-    """The fields of a line that belongs to a replica, or is about one."""
+    """The field of a line that belongs to a replica, or is about one."""
 
     replica: Count | UnsetType = UNSET
 
@@ -129,15 +138,16 @@ class _Placed(Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
 class Event(_Placed, tag_field="event", forbid_unknown_fields=True, gc=False):
     """A line of a trace, read and checked.
 
-    Fields have the names they have in the file, but for two that are Python keywords: `for`
-    is `requester`, and `from` is `source`. An optional field that the line leaves out is
+    Fields have their names in the file, except two that are Python keywords: `for` is
+    `requester`, and `from` is `source`. An optional field that the line leaves out is
     `msgspec.UNSET`, which is false.
 
     Attributes:
         n: number of the line, from 0 on.
         t: time in ns, by the clock that HEADER names.
         event: the name of the event.
-        replica: in the trace of a cluster the replica whose line it is, or that is meant.
+        replica: in the trace of a cluster, the number of the replica that wrote the line or
+            that the line is about.
     """
 
     event: ClassVar[str]
@@ -146,13 +156,13 @@ class Event(_Placed, tag_field="event", forbid_unknown_fields=True, gc=False):
     t: Count
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the line as JSON has it. O(its values)."""
+        """Return the line as a dict for JSON. O(its values)."""
         line: dict[str, Any] = msgspec.to_builtins(self)
         return {"n": line.pop("n"), "t": line.pop("t")} | line
 
 
 class Header(Event, tag="HEADER", kw_only=True):
-    """The first line: what the cache is, and what serves the requests."""
+    """The first line: the cache, the workload, and the server of its requests."""
 
     schema: Integer
     kvcore: Text
@@ -203,7 +213,7 @@ class Header(Event, tag="HEADER", kw_only=True):
 
 
 class Request(Event, tag="REQUEST"):
-    """A request arrived, or was heard of for the first time."""
+    """A request arrived, or reached an untimed cache for the first time."""
 
     id: RequestId
     prompt: Count
@@ -225,9 +235,10 @@ class Request(Event, tag="REQUEST"):
 
 
 class Route(Event, tag="ROUTE"):
-    """A request is sent to a replica, which is thought to have `tokens` of its prompt.
+    """A request is sent to a replica, where the router expects `tokens` prompt tokens to hit.
 
-    With split phases `leg` says what it is to do: give its first token, or all others.
+    With split phases, `leg` is the phase: `prefill` generates the first token, `decode` all
+    others.
     """
 
     request: RequestId
@@ -240,8 +251,8 @@ class Route(Event, tag="ROUTE"):
 class Transfer(Event, tag="TRANSFER"):
     """K/V of a request begins to move to the replica that decodes it.
 
-    `blocks` blocks of `bytes` bytes in all, from replica `source` to `target`, where they can
-    be used at `done` (ns).
+    `blocks` blocks, `bytes` bytes in all, move from replica `source` to `target`, which can
+    use them at `done` (ns).
     """
 
     request: RequestId
@@ -253,15 +264,15 @@ class Transfer(Event, tag="TRANSFER"):
 
 
 class Fail(Event, tag="FAIL"):
-    """A replica has failed: its K/V and its requests are gone."""
+    """A replica failed, or stopped: its K/V and its requests are gone."""
 
 
 class Return(Event, tag="RETURN"):
-    """A replica that was not up is up, with an empty cache."""
+    """A replica is up again, or for the first time, with an empty cache."""
 
 
 class Leave(Event, tag="LEAVE"):
-    """A replica is sent no more requests: it stops, by FAIL, when it has ended those it has."""
+    """A replica gets no more requests; it stops, by FAIL, when all of its own have ended."""
 
 
 class Hit(Event, tag="HIT"):
@@ -275,7 +286,7 @@ class Hit(Event, tag="HIT"):
 
 
 class Miss(Event, tag="MISS"):
-    """A sequence opened, and not all of its prompt was cached."""
+    """A sequence opened, and a block of its prompt was not cached."""
 
     request: RequestId
     seq: Count
@@ -354,7 +365,7 @@ class Drop(Event, tag="EVICT"):
 
 
 class Compact(Event, tag="COMPACT"):
-    """A sequence goes on with some of the tokens that it held, in private blocks."""
+    """A sequence keeps some of the tokens that it held, in private blocks."""
 
     seq: Count
     tokens: Size
@@ -385,7 +396,7 @@ class Fork(Event, tag="FORK"):
 
 
 class Copy(Event, tag="COPY"):
-    """A sequence got a copy of a partial block that another shares, to write into it."""
+    """A sequence got a copy of a partial block that it shares, to write into it."""
 
     seq: Count
     block: Count
@@ -427,7 +438,7 @@ class Recover(Event, tag="RECOVER"):
 
 
 class Offload(Event, tag="OFFLOAD"):
-    """Blocks of a prompt are written into a tier, where they can be used from `done` on."""
+    """Blocks of a prompt are written into a tier, and can be used there from `done` (ns) on."""
 
     tier: Text
     request: RequestId
@@ -439,7 +450,7 @@ class Offload(Event, tag="OFFLOAD"):
 
 
 class LoadStart(Event, tag="LOAD_START"):
-    """A sequence waits for blocks from a tier, which are there at `done`."""
+    """A sequence waits for blocks from a tier, which are in the pool at `done` (ns)."""
 
     tier: Text
     request: RequestId
@@ -473,7 +484,7 @@ class Discard(Event, tag="DROP"):
 
 
 class Keys(Event, tag="KEYS"):
-    """A request has generated tokens that fill blocks: their keys, by which they are shared."""
+    """A request has generated tokens that fill blocks, which are shared by these keys."""
 
     request: RequestId
     keys: BlockKeys
@@ -489,7 +500,7 @@ class Finish(Event, tag="FINISH"):
 
 
 class Reject(Event, tag="REJECT"):
-    """A request was turned away, and was never admitted."""
+    """A request was rejected, and was never admitted."""
 
     request: RequestId
     why: Text
@@ -515,7 +526,7 @@ EVENTS: dict[str, type[Event]] = {
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
 OF_CLUSTERS = ("ROUTE", "TRANSFER", "FAIL", "RETURN", "LEAVE")
-"""Events that no server by itself has."""
+"""Events that only the trace of a cluster has."""
 
 # Not as a property: readers ask for it several times a line.
 _structs: list[type[Event]] = [*EVENTS.values(), Drop]
@@ -531,17 +542,17 @@ REQUIRED_NAMES: dict[type[Event], int] = {
     struct: 1 + len(struct.__struct_fields__) - len(optional)
     for struct, optional in _OPTIONAL.items()
 }
-"""How many names the line of a Struct has if it leaves all optional fields out."""
+"""Number of names in the line of a Struct that leaves out all optional fields."""
 
 PLACED_NAMES: dict[type[Event], int] = {
     struct: count + (struct not in (Header, Request, Reject, Transfer, End))
     for struct, count in REQUIRED_NAMES.items()
 }
-"""How many it has in the trace of a cluster, where most lines have a `replica`."""
+"""The same number in the trace of a cluster, where most lines have a `replica`."""
 
 
 def count_names(event: Event) -> int:
-    """Return how many names the line of an event has, those of SLO times included."""
+    """Return the number of names in the line of an event, names of SLO times included."""
     given = [getattr(event, name) for name in _OPTIONAL[type(event)]]
     given = [value for value in given if value is not UNSET]
     nested = sum(len(value) for value in given if type(value) is dict)
@@ -560,13 +571,13 @@ def decode(raw: bytes) -> Event:
     """Return the event of a line. Costs about 0.3 µs.
 
     Raises:
-        ValueError: it is no JSON, or not of the schema: the field, what it must be, and
-            what it is.
+        ValueError: the line is not JSON, or breaks the schema; names the field, the expected
+            values, and the value.
     """
     try:
         return (_decode_drop if raw.endswith(_DROP_ENDS) else _decode_tagged)(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec names a path and a type; readers of a trace want the field in its words.
+        # msgspec names a path and a type; the message is to name the field and its values.
         value = parse_json(raw)
         reason = find_fault(value)
         if reason is not None:
@@ -578,19 +589,19 @@ def parse_json(raw: bytes) -> Any:
     """Return the value of a line.
 
     Raises:
-        ValueError: it is no JSON; with the column.
+        ValueError: the line is not JSON; names the column.
     """
     try:
         orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         msg = f"not JSON: {error.msg}, at column {error.colno}"
         raise ValueError(msg) from error
-    # Again, since orjson makes floats of integers beyond 64 bits.
+    # Parsed again, since orjson makes floats of integers beyond 64 bits.
     return msgspec.json.decode(raw)
 
 
 def find_fault(line: Any) -> str | None:
-    """Return what is wrong with a line, a value parsed from JSON; None if it is valid."""
+    """Return the fault of a line, parsed from JSON; None if it is valid."""
     if type(line) is not dict:
         return f"a line must be a JSON object, not {_shown(line)}"
     name = line.get("event")
@@ -598,7 +609,7 @@ def find_fault(line: Any) -> str | None:
         return f"unknown event {_shown(name)}; there are: {', '.join(EVENTS)}"
     fields = describe_fields(_struct_of(line))
     required = [field.name for field in fields.values() if field.required]
-    # In the order of the schema, then those that may be there in the order of the line.
+    # Required fields in the order of the schema, then all fields in the order of the line.
     for field in dict.fromkeys([*required, *line]):
         if field not in line:
             return f"{name} has no field {field!r}"
@@ -610,7 +621,7 @@ def find_fault(line: Any) -> str | None:
 
 
 class Field(NamedTuple):
-    """A field of an event, as JSON names it: what it holds, in words and as a type."""
+    """A field of an event: its name in JSON, and its values, in words and as a type."""
 
     name: str
     holds: str
@@ -628,7 +639,7 @@ class Field(NamedTuple):
 
 @cache
 def describe_fields(event: type[Event]) -> dict[str, Field]:
-    """Return the fields of an event, `n`, `t` and `event` first, by their names in JSON."""
+    """Return the fields of an event by their names in JSON: `n`, `t`, `event`, then others."""
     found = [Field("event", "a string", str, required=True)]
     for field in msgspec.structs.fields(event):
         optional = field.default is UNSET

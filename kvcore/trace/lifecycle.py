@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from kvcore.trace.state import violated
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
+from kvcore.trace import events
+from kvcore.trace.events import violated
 
 PREEMPTIONS = ("pause", "recompute", "swap")
 

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
+from kvcore.trace.events import violated
 from kvcore.trace.fields import encode_runs
-from kvcore.trace.state import violated
 
 
 class CachedKeys:

@@ -18,7 +18,7 @@ from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
-from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -177,93 +177,6 @@ class TraceReader(SealedReader["Event"]):
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
             )
         self._must_be_as_written(raw, line)
-
-
-class ServerReader(TraceReader):
-    """Reads the trace of one server, or of one replica of a cluster as if it were that.
-
-    Of a replica, lines are numbered anew, a request comes when it is routed there, and once
-    its life is over nothing more is yielded, while the rest of the file is checked.
-
-    Args:
-        file: the trace.
-        replica: the number of the replica, or as text with that of one of its lives, from 1
-            on (`1:2`); None: the trace is of one server.
-
-    Raises:
-        InputError: while iterating as well: the trace is of a cluster and no replica is given,
-            or of one server and one is, or there is no such replica or life.
-    """
-
-    def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
-        super().__init__(file)
-        self._number = self._life = None
-        if replica is not None:
-            number, colon, life = str(replica).partition(":")
-            if not number.isdecimal() or (colon and not life.isdecimal()):
-                msg = (
-                    f"{replica!r} is no replica: give its number, such as 1, and if it has "
-                    "failed which of its lives, such as 1:2"
-                )
-                raise InputError(msg)
-            self._number, self._life = int(number), int(life) if colon else None
-
-    def __iter__(self) -> Iterator[Event]:
-        """Yield the lines of the server."""
-        lines = super().__iter__()
-        for header in lines:
-            if header.replicas:  # type: ignore[attr-defined]  # the reader has seen to it
-                yield from self._of_replica(header, lines)  # type: ignore[arg-type]
-                continue
-            if self._number is not None:
-                msg = f"{self.file} is the trace of one server: leave --replica out"
-                raise InputError(msg)
-            yield header
-            yield from lines
-
-    def _of_replica(self, header: Header, lines: Iterator[Event]) -> Iterator[Event]:
-        """Yield the lines of the life of a replica that was asked for."""
-        from kvcore.trace.replicas import CHANGES, Replicas  # noqa: PLC0415  (imports msgspec)
-
-        try:
-            replicas = Replicas(header)
-        except ValueError as error:
-            self.fail(f"HEADER: {error}")
-        number, life = self._number, self._life
-        last = len(replicas.headers) - 1
-        if number is None or number > last:
-            which = "--replica 0" if not last else f"--replica 0 to --replica {last}"
-            msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
-            raise InputError(msg)
-        yield replicas.headers[number]
-        n = 1
-        for event in lines:
-            try:
-                placed = replicas.place(event)
-            except ValueError as error:
-                self.fail(f"{event.event}: {error}")
-            mine = placed is not None and placed[0] == number
-            at = replicas.lives[number]
-            if mine and life is None and event.event == "RETURN" and at > 1:
-                msg = (
-                    f"{self.file}: replica {number} had lost all when it returned at "
-                    f"{event.t / NS_PER_S:g} s: give --replica {number}:1 for what was before "
-                    f"that, and --replica {number}:2 for what followed"
-                )
-                raise InputError(msg)
-            if life not in (None, at):
-                continue
-            if placed is not None and mine and event.event not in CHANGES:
-                event = placed[1]  # noqa: PLW2901
-            elif event.event != "END" or not replicas.up[number]:
-                continue
-            event.n = n
-            n += 1
-            yield event
-        if life is not None and not 0 < life <= replicas.lives[number]:
-            lives = replicas.lives[number]
-            msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"
-            raise InputError(msg)
 
 
 @attrs.define(slots=False, eq=False)

@@ -5,24 +5,23 @@
     replica 0                            lines of 0                  REQUEST 7      ...
 
 A replica that fails loses all that it had, and its ids begin again: each of its *lives* reads
-as the trace of one server (`kvcore.trace.reader.ServerReader`).
+as the trace of one server.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterator
 
-import attrs
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.cluster import MOST_REPLICAS
-from kvcore.trace.state import violated
-
-if TYPE_CHECKING:
-    from kvcore.trace.events import Event, Header
+from kvcore.trace.events import Event, Header, violated
+from kvcore.trace.reader import TraceReader
+from kvcore.units import NS_PER_S
 
 
 def replica_headers(header: Header) -> list[Header]:
@@ -128,30 +127,86 @@ UNPLACED = (*NOBODYS, "REJECT", "TRANSFER")
 """Events that may be of no replica: a router may refuse a request as well."""
 
 
-@attrs.frozen
-class Life:
-    """A life of a replica: from the start, or its return, until it fails or the trace ends.
+class ServerReader(TraceReader):
+    """Reads the trace of one server, or of one replica of a cluster as if it were that.
 
-    Attributes:
-        replica: its number.
-        life: which one, from 1 on; None: the only one.
+    Of a replica, lines are numbered anew, a request comes when it is routed there, and once
+    its life is over nothing more is yielded, while the rest of the file is checked.
+
+    Args:
+        file: the trace.
+        replica: the number of the replica, or as text with that of one of its lives, from 1
+            on (`1:2`); None: the trace is of one server.
+
+    Raises:
+        InputError: while iterating as well: the trace is of a cluster and no replica is given,
+            or of one server and one is, or there is no such replica or life.
     """
 
-    replica: int
-    life: int | None = None
+    def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
+        super().__init__(file)
+        self._number = self._life = None
+        if replica is not None:
+            number, colon, life = str(replica).partition(":")
+            if not number.isdecimal() or (colon and not life.isdecimal()):
+                msg = (
+                    f"{replica!r} is no replica: give its number, such as 1, and if it has "
+                    "failed which of its lives, such as 1:2"
+                )
+                raise InputError(msg)
+            self._number, self._life = int(number), int(life) if colon else None
 
-    @classmethod
-    def parse(cls, text: str) -> Life:
-        """Read the number of a replica, as `1`, or with that of a life, as `1:2`.
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the lines of the server."""
+        lines = super().__iter__()
+        for header in lines:
+            if header.replicas:  # type: ignore[attr-defined]  # the reader has seen to it
+                yield from self._of_replica(header, lines)  # type: ignore[arg-type]
+                continue
+            if self._number is not None:
+                msg = f"{self.file} is the trace of one server: leave --replica out"
+                raise InputError(msg)
+            yield header
+            yield from lines
 
-        Raises:
-            InputError: anything else.
-        """
-        replica, colon, life = text.partition(":")
-        if not replica.isdecimal() or (colon and not (life.isdecimal() and int(life))):
-            msg = (
-                f"{text!r:.40} is no replica: give its number, such as 1, and if it has "
-                "failed which of its lives, such as 1:2"
-            )
+    def _of_replica(self, header: Header, lines: Iterator[Event]) -> Iterator[Event]:
+        """Yield the lines of the life of a replica that was asked for."""
+        try:
+            replicas = Replicas(header)
+        except ValueError as error:
+            self.fail(f"HEADER: {error}")
+        number, life = self._number, self._life
+        last = len(replicas.headers) - 1
+        if number is None or number > last:
+            which = "--replica 0" if not last else f"--replica 0 to --replica {last}"
+            msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
             raise InputError(msg)
-        return cls(int(replica), int(life) if colon else None)
+        yield replicas.headers[number]
+        n = 1
+        for event in lines:
+            try:
+                placed = replicas.place(event)
+            except ValueError as error:
+                self.fail(f"{event.event}: {error}")
+            mine = placed is not None and placed[0] == number
+            at = replicas.lives[number]
+            if mine and life is None and event.event == "RETURN" and at > 1:
+                msg = (
+                    f"{self.file}: replica {number} had lost all when it returned at "
+                    f"{event.t / NS_PER_S:g} s: give --replica {number}:1 for what was before "
+                    f"that, and --replica {number}:2 for what followed"
+                )
+                raise InputError(msg)
+            if life not in (None, at):
+                continue
+            if placed is not None and mine and event.event not in CHANGES:
+                event = placed[1]  # noqa: PLW2901
+            elif event.event != "END" or not replicas.up[number]:
+                continue
+            event.n = n
+            n += 1
+            yield event
+        if life is not None and not 0 < life <= replicas.lives[number]:
+            lives = replicas.lives[number]
+            msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"
+            raise InputError(msg)

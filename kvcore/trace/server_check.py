@@ -11,27 +11,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
+from kvcore.trace import events
+from kvcore.trace.events import OF_CLUSTERS, violated
 from kvcore.trace.fields import EvictionDigest, encode_runs
+from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.pool_check import AllocationOrder, CachedKeys
-from kvcore.trace.state import (
-    APPLIED,
-    TIERED,
-    CacheState,
-    TracedPrompt,
-    TracedSequence,
-    TracedSpan,
-    violated,
-)
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
-    from kvcore.trace.tier_check import TierChecker
+from kvcore.trace.state import APPLIED, TIERED, CacheState, TracedSequence, TracedSpan
+from kvcore.trace.tier_check import TierChecker
 
 # Events between the first victim of a call and the lines that take its block.
 ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY", "COMPACT"})
@@ -98,9 +90,6 @@ class TraceChecker:
         self._due: tuple[str, int, str | None] | None = None
         # Plain requests for what a server says have one check: that of their life cycle.
         checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
-        # Imported with the header that was read, if not before.
-        from kvcore.trace.events import OF_CLUSTERS  # noqa: PLC0415  (imports msgspec)
-
         checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
         self._checks: dict[str, Callable[[Any], None]] = checks
         self._tiers = self._tier_checker()
@@ -127,7 +116,7 @@ class TraceChecker:
             if self._due is not None or self._unpinned or self._evicting is not None:
                 violated(f"it is of one call with the line before, which is at {self._now} ns")
             self._now = event.t
-        if self._tiers is not None and self._tiers.check(event, begins):
+        if self._tiers is not None and self._tiers.check(event, begins=begins):
             if name.startswith("LOAD") and self._evicting is not None:
                 self._refuse_victims()
             state.apply(event)
@@ -182,8 +171,6 @@ class TraceChecker:
         tiers = self.state.tiers
         if tiers is None:
             return None
-        from kvcore.trace.tier_check import TierChecker  # noqa: PLC0415 - most have none
-
         prefix = self.state.header.plugins.get("prefix")
         return TierChecker(
             self.state,

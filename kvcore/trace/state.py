@@ -6,24 +6,20 @@ have been done, whatever the file says of itself, is for `kvcore.trace.check`.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import Any
 
 import attrs
 
-from kvcore.cache import Residency
-from kvcore.cache.layout import GENERATED
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
+from kvcore.trace import events
+from kvcore.trace.events import ViolationError, violated
 from kvcore.trace.fields import decode_runs
-from kvcore.trace.reader import ServerReader
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
-
+from kvcore.trace.layout import TracedPrompt, TraceLayout
+from kvcore.trace.tiers import TracedTiers
 
 MOST_BLOCKS = 1 << 24
 """Blocks in use at once, of which each takes 4 bytes here."""
@@ -43,138 +39,6 @@ APPLIED = (
 
 TIERED = ("RECOVER", "OFFLOAD", "LOAD_START", "LOAD", "DROP")
 """Events of the tiers below the pool; where HEADER has some, each changes what is in them."""
-
-TIMED = ("HIT", "SPLIT", "COMMIT", "EVICT")
-"""Events from which the residency of blocks follows."""
-
-
-class ViolationError(ValueError):
-    """A line that cannot follow from the lines before it."""
-
-
-def violated(reason: str) -> NoReturn:
-    """Raise ViolationError."""
-    raise ViolationError(reason)
-
-
-@attrs.define(eq=False)
-class TracedPrompt:
-    """A traced request in blocks.
-
-    Attributes:
-        id: of the request.
-        tokens: of the prompt.
-        keys: the key of block j is `keys[j // ratio]`, `ratio` being the layout's.
-        blocks: that the whole prompt occupies.
-        cacheable: how many blocks from the first on may be shared.
-        lookup: how many are looked up.
-        limit: how many can hit at most.
-        unkeyed: whether missing keys are why no more can hit.
-        share: how many of its blocks its client lets others use; None: all.
-        generated: `keys`, and names for the blocks of output without keys that stay cached.
-    """
-
-    id: int | str
-    tokens: int
-    keys: list[Any]
-    blocks: int
-    cacheable: int
-    lookup: int
-    limit: int
-    unkeyed: bool
-    share: int | None
-    generated: list[Any] = attrs.field(factory=list)
-
-
-@attrs.frozen
-class TraceLayout:
-    """The blocks of requests, computed from HEADER and REQUEST lines alone.
-
-    Written apart from the cache's own arithmetic, which a check of the trace is there to
-    test. `ratio` is blocks a key; where a block is several keys, `stride` is how many.
-    """
-
-    count: str
-    block_size: int
-    key_tokens: int
-    ratio: int
-    stride: int
-
-    @classmethod
-    def of(cls, header: events.Header) -> TraceLayout:
-        """Return the layout that HEADER gives.
-
-        Raises:
-            ValueError: block size and key size do not fit.
-        """
-        count, size, tokens = header.count, header.block_size, header.key_tokens
-        fits = tokens % size == 0 or (size % tokens == 0 and count == "tokens")
-        if not fits:
-            msg = f"blocks of {size} tokens do not fit keys of {tokens} in {count!r} counting"
-            raise ValueError(msg)
-        return cls(count, size, tokens, max(1, tokens // size), max(1, size // tokens))
-
-    def prompt(self, request: events.Request) -> TracedPrompt:
-        """Return the prompt of a REQUEST in blocks.
-
-        Raises:
-            ValueError: its keys stand for another number of tokens than the header says.
-        """
-        if request.key_tokens != self.key_tokens:
-            msg = f"keys of {request.key_tokens} tokens; HEADER says {self.key_tokens}"
-            raise ValueError(msg)
-        keys: list[Any] = request.keys
-        shares = request.hints.get("share", True) if request.hints else True
-        share = None if shares is True else shares // self.block_size
-        if self.count == "keys":
-            blocks = len(keys) * self.ratio
-            return TracedPrompt(
-                *(request.id, request.prompt, keys, blocks),
-                *(blocks, blocks, blocks),
-                unkeyed=not keys,
-                share=share,
-            )
-        size, length = self.block_size, request.prompt
-        full = length // size
-        output_keys = request.output_keys
-        if output_keys:
-            keys = keys[: length // self.key_tokens] + output_keys
-        keys = keys[self.stride - 1 :: self.stride]
-        keyed = len(keys) * self.ratio
-        # The last token is always computed: its logits are the first step of the output.
-        most = max(0, length - 1) // size
-        return TracedPrompt(
-            request.id,
-            length,
-            keys,
-            blocks=-(-length // size),
-            cacheable=keyed if output_keys else min(full, keyed),
-            lookup=min(full, keyed),
-            limit=min(most, keyed),
-            unkeyed=keyed < most or not keys,
-            share=share,
-        )
-
-    def name_generated(self, prompt: TracedPrompt, end: int) -> None:
-        """Name the blocks from the end of `prompt` up to position `end`."""
-        whole = prompt.tokens // self.block_size // self.ratio
-        names = [(GENERATED, prompt.id, place) for place in range(whole, -(-end // self.ratio))]
-        if len(names) + whole > len(prompt.generated):
-            prompt.generated = [*prompt.keys[:whole], *names]
-
-    def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
-        """Return the number of tokens with K/V of a request with `output` generated tokens.
-
-        The K/V of its last token is never computed; where keys are counted, only that of the
-        prompt is, in whole blocks.
-        """
-        if self.count == "keys":
-            return prompt.blocks * self.block_size
-        return prompt.tokens + max(output - 1, 0)
-
-    def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that `tokens` tokens fill."""
-        return -(-tokens // self.block_size)
 
 
 @attrs.define(eq=False)
@@ -356,12 +220,11 @@ class CacheState:
         self._apply: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}") for name in APPLIED
         }
-        self.tiers: Any = None  # a `TracedTiers`, which knows this class
-        if header.tiers:
-            from kvcore.trace.tiers import TracedTiers  # noqa: PLC0415 - most have none
-
-            self.tiers = TracedTiers(self)
-            self._apply |= {name: getattr(self.tiers, name.lower()) for name in TIERED}
+        self.tiers = TracedTiers(header, self.layout.ratio) if header.tiers else None
+        if self.tiers is not None:
+            self._apply |= {
+                name: partial(getattr(self, f"_{name.lower()}"), self.tiers) for name in TIERED
+            }
 
     @property
     def free(self) -> int:
@@ -615,76 +478,42 @@ class CacheState:
         prompt.keys.extend(event.keys)
         prompt.cacheable = len(prompt.keys)
 
+    def _recover(self, tiers: TracedTiers, event: events.Recover) -> None:
+        # Its path has a name, as if a request had it.
+        if event.request in self.requests:
+            violated(f"{event.request!r} is the name of another path")
+        end = event.first + event.blocks
+        self.requests[event.request] = TracedPrompt(
+            event.request, 0, event.keys, end, end, 0, 0, unkeyed=False, share=None
+        )
+        self._count_keys(tiers, event.blocks)
+        tiers.recover(event)
+
+    def _offload(self, tiers: TracedTiers, event: events.Offload) -> None:
+        keys = self.prompt(event.request).keys
+        if not event.parked:
+            self._count_keys(tiers, event.blocks)
+        tiers.offload(event, keys)
+
+    def _load_start(self, tiers: TracedTiers, event: events.LoadStart) -> None:
+        if self.sequence(event.seq).prompt.id != event.request:
+            violated(f"sequence {event.seq} is not of request {event.request!r}")
+        tiers.load_start(event)
+
+    def _load(self, tiers: TracedTiers, event: events.Load) -> None:
+        tiers.load(event)
+
+    def _drop(self, tiers: TracedTiers, event: events.Discard) -> None:
+        keys = self.prompt(event.request).keys
+        if event.reason != "parked":
+            self._count_keys(tiers, event.blocks)
+        tiers.drop(event, keys)
+
+    def _count_keys(self, tiers: TracedTiers, blocks: int) -> None:
+        """Count the steps that blocks of a prompt take in the directory of a tier."""
+        self._work += 8 * (1 + blocks // self.layout.ratio) + len(tiers.levels)
+
 
 def run_blocks(runs: list[tuple[int, int]]) -> int:
     """Return how many blocks runs stand for."""
     return sum(abs(count) for _, count in runs)
-
-
-def rebuild_residency(
-    file: str | os.PathLike[str], replica: int | str | None = None
-) -> Residency:
-    """Return the residency statistics of the run that a trace has recorded.
-
-    Of a cluster it is that of the `replica`, as `ServerReader` takes it.
-
-    The state before each line says how old its blocks are: a HIT ages the spans on its path,
-    a COMMIT stores, an EVICT of scope `cache` removes, and the halves of a SPLIT were stored
-    together. Costs about 5 µs a line.
-
-    Raises:
-        InputError: the file cannot be opened.
-        TraceError: a line is damaged, or the file is cut.
-    """
-    reader = ServerReader(file, replica)
-    rebuilt = reader.feed(_RebuiltResidency)
-    reader.require_complete()
-    return rebuilt.residency
-
-
-class _RebuiltResidency:
-    """Feeds a `Residency` from the events of a trace."""
-
-    def __init__(self, header: events.Header) -> None:
-        self.residency = Residency(header.blocks)
-        self._state = CacheState(header)
-        self._stored: dict[int, int] = {}
-        self._record: dict[str, Callable[[Any], None]] = {
-            name: getattr(self, f"_{name.lower()}") for name in TIMED
-        }
-
-    def take(self, event: events.Event) -> None:
-        """Record an event, and apply it to the state."""
-        record = self._record.get(event.event)
-        if record is not None:
-            record(event)
-        self._state.apply(event)
-
-    def _hit(self, event: events.Hit) -> None:
-        if event.again:
-            return
-        for span in path(self._state.span(event.span)):
-            self.residency.record_hit(event.t - span.last_access, len(span.ids))
-
-    def _split(self, event: events.Split) -> None:
-        self._stored[event.upper] = self._stored.get(event.span, 0)
-
-    def _commit(self, event: events.Commit) -> None:
-        if event.how in ("new", "grown"):
-            self._stored.setdefault(event.span, event.t)
-            layout, prompt = self._state.layout, self._state.sequence(event.seq).prompt
-            first, end = event.first, event.first + event.blocks
-            if event.generated is True:
-                layout.name_generated(prompt, end)
-            keys = prompt.generated if event.generated is True else prompt.keys
-            self.residency.record_store(keys, first, end, layout.ratio)
-
-    def _evict(self, event: events.Evict | events.Drop) -> None:
-        if event.scope == "sequence":
-            return
-        span, blocks = self._state.span(event.span), run_blocks(event.runs)
-        rested = event.age, event.t - self._stored[span.id], event.hits
-        place = span.keys, span.end - blocks, span.end, self._state.layout.ratio
-        self.residency.record_evict(*place, rested, event.reason)
-        if blocks == len(span.ids):
-            del self._stored[span.id]

@@ -14,21 +14,15 @@ What is in a tier follows from OFFLOAD and DROP alone, and `done` from the queue
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvcore.trace.state import (
-    CacheState,
-    TracedPrompt,
-    TracedSequence,
-    ViolationError,
-    violated,
-)
+from kvcore.trace import events
+from kvcore.trace.events import ViolationError, violated
+from kvcore.trace.layout import TracedPrompt
+from kvcore.trace.lifecycle import Lifecycles
+from kvcore.trace.pool_check import CachedKeys
+from kvcore.trace.state import CacheState, TracedSequence
 from kvcore.trace.tiers import TracedTier, TracedTiers
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
-    from kvcore.trace.lifecycle import Lifecycles
-    from kvcore.trace.pool_check import CachedKeys
 
 LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
 """Lines between a load and the last commit of what it has loaded."""
@@ -88,6 +82,8 @@ class TierChecker:
         self._loaded: tuple[TracedTier, list[Any], int] | None = None
         # The sequence that must commit what it has loaded, and up to which block.
         self._owed: tuple[int, int] | None = None
+        # Whether a call begins with this line.
+        self._begins = False
         # Sequences that load ahead of a request, and up to which block they have loaded; when
         # each request was announced so.
         self._ahead: dict[int, int] = {}
@@ -104,7 +100,7 @@ class TierChecker:
         # Whether a HIT must follow at the same time, and of which request, if that is known.
         self._hit_due = False
         self._hit_by: int | str | None = None
-        self._checks: dict[str, Callable[[Any, bool], None]] = {
+        self._checks: dict[str, Callable[[Any], None]] = {
             "RECOVER": self._recover,
             "OFFLOAD": self._offload,
             "LOAD_START": self._load_start,
@@ -117,21 +113,24 @@ class TierChecker:
         """Whether a preempted sequence is about to be parked in a tier and closed."""
         return self._swapped is not None
 
-    def check(self, event: Any, begins: bool) -> bool:  # noqa: FBT001 - called for every line
+    def check(self, event: Any, *, begins: bool) -> bool:
         """Check the next event; return True if it is of a tier.
 
-        `begins` tells that its time is not that of the line before.
+        Args:
+            event: the event.
+            begins: whether its time is not that of the line before, so that a call begins.
 
         Raises:
             ViolationError: it contradicts what came before.
         """
+        self._begins = begins
         if self._starts and event.event != "RECOVER":
             self._must_be_recovered()
         if self._owed is not None:
-            self._must_commit(event, begins)
+            self._must_commit(event)
         check = self._checks.get(event.event)
         if check is None:
-            self._between(event, begins)
+            self._between(event)
             return False
         if begins:
             self._stored.clear()
@@ -139,7 +138,7 @@ class TierChecker:
             if unfinished or self._swapped or self._arriving > 0:
                 violated("it is of one call with the line before, which was earlier")
         try:
-            check(event, begins)
+            check(event)
         except LookupError as error:
             msg = f"it does not fit the lines before it ({error!r})"
             raise ViolationError(msg) from error
@@ -147,14 +146,10 @@ class TierChecker:
 
     # The lines of the pool.
 
-    def _between(  # noqa: C901, PLR0912 - one line of the pool, told from top to bottom
-        self,
-        event: Any,
-        begins: bool,  # noqa: FBT001 - as above
-    ) -> None:
+    def _between(self, event: Any) -> None:  # noqa: C901, PLR0912 - a line, from top to bottom
         """Check that a line of the pool may stand here, and record its effects."""
         name, seq = event.event, getattr(event, "seq", -1)
-        self._must_be_settled(event, begins)
+        self._must_be_settled(event)
         if seq in self._tiers.loads:
             violated(f"sequence {seq} waits for what it loads")
         self._stored.clear()
@@ -215,7 +210,7 @@ class TierChecker:
         """Record that `seq` closes; return True if it was ahead of its request."""
         return self._ahead.pop(seq, None) is not None
 
-    def _must_be_settled(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
+    def _must_be_settled(self, event: Any) -> None:
         """Check that what lines of tiers led to has come before this line of the pool."""
         if self._short:
             violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
@@ -229,17 +224,17 @@ class TierChecker:
             violated(f"sequence {self._swapped.seq} is swapped out, and parked nowhere")
         if self._hit_due:
             hits = event.event == "HIT" and self._hit_by in (None, event.request)
-            if begins or not hits:
+            if self._begins or not hits:
                 violated("blocks were offloaded for a hit that must come here")
             self._hit_due, self._hit_by = False, None
 
-    def _must_commit(self, event: Any, begins: bool) -> None:  # noqa: FBT001 - as above
+    def _must_commit(self, event: Any) -> None:
         """Check that loaded blocks are committed before anything else happens."""
         assert self._owed is not None
         seq, upto = self._owed
         if self._state.sequence(seq).span.end >= upto:
             self._owed = None
-        elif begins or event.event not in LOADED:
+        elif self._begins or event.event not in LOADED:
             violated(f"sequence {seq} has loaded blocks up to {upto}, and must commit them")
 
     def _must_not_rest(self, request: int | str) -> None:
@@ -259,16 +254,16 @@ class TierChecker:
 
     # The lines of tiers.
 
-    def _recover(self, event: events.Recover, begins: bool) -> None:  # noqa: FBT001 - as above
+    def _recover(self, event: events.Recover) -> None:
         tier, end = self._tiers.tier(event.tier), event.first + event.blocks
-        if begins or not (self._starts and self._moves_bytes):
+        if self._begins or not (self._starts and self._moves_bytes):
             violated("only a run on tensors finds blocks of an earlier one, before all else")
         if tier.used + event.blocks > tier.record.slots:
             violated(f"tier {tier.name!r} has {tier.record.slots} slots")
         if len(event.keys) != -(-end // self._ratio):
             violated(f"{end} blocks have not {len(event.keys)} keys")
 
-    def _offload(self, event: events.Offload, begins: bool) -> None:  # noqa: FBT001 - as above
+    def _offload(self, event: events.Offload) -> None:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         end = event.first + event.blocks
         source = event.source or None
@@ -289,17 +284,15 @@ class TierChecker:
             if self._exact and tier.free_at - event.t > _max_wait(tier):
                 violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
             if source is None:
-                self._must_be_in_pool(event, prompt, end, begins=begins)
+                self._must_be_in_pool(event, prompt, end)
             else:
                 self._must_come_down(self._tiers.tier(source), tier, prompt, end)
-                if begins:
+                if self._begins:
                     self._begin()
             self._stored.add(tier.name)
         self._must_be_done(event, tier, write=True)
 
-    def _must_be_in_pool(
-        self, event: events.Offload, prompt: TracedPrompt, end: int, *, begins: bool
-    ) -> None:
+    def _must_be_in_pool(self, event: events.Offload, prompt: TracedPrompt, end: int) -> None:
         """Check that blocks are in the pool, or leave it just now, and go by the rule."""
         keys, last = prompt.keys, (end - 1) // self._ratio
         if last >= len(keys):
@@ -316,10 +309,10 @@ class TierChecker:
                 violated("only what the swapped sequence shares goes down with it")
             self._rests = self._tiers.tier(event.tier)
         elif self._by_hits:
-            if begins:
+            if self._begins:
                 self._begin()
             self._hit_due, self._hit_by = True, event.request
-        elif begins or not led:
+        elif self._begins or not led:
             violated("nothing was evicted or stored just before that goes down")
 
     def _must_come_down(
@@ -359,10 +352,10 @@ class TierChecker:
             )
         self._parked = True
 
-    def _load_start(self, event: events.LoadStart, begins: bool) -> None:  # noqa: FBT001
+    def _load_start(self, event: events.LoadStart) -> None:
         seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
         prompt, end = seq.prompt, event.first + event.blocks
-        if begins or event.seq != self._admitted:
+        if self._begins or event.seq != self._admitted:
             violated(f"sequence {seq.id} is not admitted here: it loads nothing")
         if event.request != prompt.id:
             violated(f"sequence {seq.id} is of request {prompt.id!r}")
@@ -395,8 +388,7 @@ class TierChecker:
         if end > min(here, limit):
             violated(f"{here} blocks of request {prompt.id!r} are in tier {tier.name!r}")
 
-    def _load(self, event: events.Load, begins: bool) -> None:  # noqa: FBT001 - as above
-        del begins
+    def _load(self, event: events.Load) -> None:
         seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
         if self._arriving not in (-1, event.seq):
             violated(f"sequence {self._arriving} waits for a load that is done")
@@ -430,11 +422,11 @@ class TierChecker:
         if self._arriving == -1 and self._shares and upto > seq.span.end:
             self._owed = seq.id, upto
 
-    def _drop(self, event: events.Discard, begins: bool) -> None:  # noqa: FBT001 - as above
+    def _drop(self, event: events.Discard) -> None:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         reason, end = event.reason, event.first + event.blocks
         if reason == "parked":
-            if begins or self._swapped is not None or self._lifecycles.waits(prompt.id):
+            if self._begins or self._swapped is not None or self._lifecycles.waits(prompt.id):
                 violated(f"request {prompt.id!r} still waits for what it has parked")
             return
         self._must_be_free(tier, prompt, event.first)
@@ -443,27 +435,21 @@ class TierChecker:
                 violated(f"no bytes are moved here, so none are {reason}")
             return
         if reason == "moved":
-            self._must_be_loaded(tier, prompt, end, begins)
+            self._must_be_loaded(tier, prompt, end)
             return
         if reason == "expired" and not self._expires[tier.name]:
             violated(f"the eviction policy of tier {tier.name!r} expires nothing")
-        if begins:
+        if self._begins:
             self._begin()
         if reason == "capacity":
             self._short.add(tier.name)
             self._leaves.discard(tier.name)
 
-    def _must_be_loaded(
-        self,
-        tier: TracedTier,
-        prompt: TracedPrompt,
-        end: int,
-        begins: bool,  # noqa: FBT001
-    ) -> None:
+    def _must_be_loaded(self, tier: TracedTier, prompt: TracedPrompt, end: int) -> None:
         """Check that blocks were loaded just before from a tier that does not keep them."""
         loaded, last = self._loaded, (end - 1) // self._ratio
         exclusive = tier.record.options.get("keep") == "exclusive"
-        if begins or loaded is None or loaded[0] is not tier or not exclusive:
+        if self._begins or loaded is None or loaded[0] is not tier or not exclusive:
             violated(f"nothing was loaded just before from an exclusive {tier.name!r}")
         if end > loaded[2] or loaded[1][last] != prompt.keys[last]:
             violated(f"block {end - 1} is not of what was loaded")

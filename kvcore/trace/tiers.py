@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from kvcore.trace.state import CacheState, TracedPrompt, violated
+from kvcore.trace import events
+from kvcore.trace.events import violated
+from kvcore.trace.layout import TracedPrompt
 from kvcore.units import NS_PER_S
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 MOST_KEYS = 1 << 23
 """Keys of blocks in all tiers together, of which each takes some 200 bytes here."""
@@ -192,23 +190,22 @@ class TracedTiers:
         loads: the LOAD_START lines that no LOAD has followed yet, by sequence.
     """
 
-    def __init__(self, state: CacheState) -> None:
-        """Start with the empty tiers that HEADER gives.
+    def __init__(self, header: events.Header, ratio: int) -> None:
+        """Start with the empty tiers that HEADER gives; a key stands for `ratio` blocks.
 
         Raises:
             ValueError: what it says of one cannot be.
         """
         self.levels: dict[str, TracedTier] = {}
         self.loads: dict[int, list[events.LoadStart]] = {}
-        self._state = state
         above = None
-        for record in state.header.tiers or []:
+        for record in header.tiers or []:
             if record.tier in self.levels:
                 msg = f"two tiers are called {record.tier!r}"
                 raise ValueError(msg)
-            directory = TierDirectory(state.layout.ratio)
+            directory = TierDirectory(ratio)
             self.levels[record.tier] = TracedTier(
-                record, above, *_link(record), directory, state.header.mode == "untimed"
+                record, above, *_link(record), directory, header.mode == "untimed"
             )
             above = record.tier
 
@@ -240,34 +237,26 @@ class TracedTiers:
         return [tier.as_dict(loading[name]) for name, tier in self.levels.items()]
 
     def recover(self, event: events.Recover) -> None:
-        """Apply RECOVER: its path has a name, as if a request had it. O(keys)."""
-        tier, state, keys = self.tier(event.tier), self._state, event.keys
-        if event.request in state.requests:
-            violated(f"{event.request!r} is the name of another path")
-        first, end = event.first, event.first + event.blocks
-        state.requests[event.request] = TracedPrompt(
-            event.request, 0, keys, end, end, 0, 0, unkeyed=False, share=None
-        )
-        self._store(tier, keys, first, end)
+        """Apply RECOVER. O(keys)."""
+        tier, end = self.tier(event.tier), event.first + event.blocks
+        self._store(tier, event.keys, event.first, end)
         tier.used += event.blocks
         tier.recovered += event.blocks
 
-    def offload(self, event: events.Offload) -> None:
-        """Apply OFFLOAD. O(keys)."""
-        tier, prompt = self.tier(event.tier), self._state.prompt(event.request)
+    def offload(self, event: events.Offload, keys: list[Any]) -> None:
+        """Apply OFFLOAD of a prompt with these `keys`. O(keys)."""
+        tier = self.tier(event.tier)
         first, end = event.first, event.first + event.blocks
         if event.parked:
             tier.parked[event.request] = first, end
         else:
-            self._store(tier, prompt.keys, first, end)
+            self._store(tier, keys, first, end)
         tier.used += event.blocks
         tier.stored += event.blocks
         tier.queue(event.blocks, event.t, write=True)
 
     def load_start(self, event: events.LoadStart) -> None:
         """Apply LOAD_START."""
-        if self._state.sequence(event.seq).prompt.id != event.request:
-            violated(f"sequence {event.seq} is not of request {event.request!r}")
         self.tier(event.tier).queue(event.blocks, event.t, write=False)
         self.loads.setdefault(event.seq, []).append(event)
 
@@ -282,28 +271,22 @@ class TracedTiers:
         tier.loads += 1
         tier.loaded += event.blocks
 
-    def drop(self, event: events.Discard) -> None:
-        """Apply DROP. O(keys)."""
-        tier, prompt = self.tier(event.tier), self._state.prompt(event.request)
+    def drop(self, event: events.Discard, keys: list[Any]) -> None:
+        """Apply DROP of a prompt with these `keys`. O(keys)."""
+        tier = self.tier(event.tier)
         first, end = event.first, event.first + event.blocks
         if event.reason == "parked":
             if tier.parked.pop(event.request, None) != (first, end):
                 violated(f"request {event.request!r} has not parked blocks {first} to {end}")
         else:
-            self._work(first, end)
-            tier.directory.remove(prompt.keys, first, end)
+            tier.directory.remove(keys, first, end)
         tier.used -= event.blocks
         tier.dropped[event.reason] = tier.dropped.get(event.reason, 0) + event.blocks
 
     def _store(self, tier: TracedTier, keys: list[Any], first: int, end: int) -> None:
-        self._work(first, end)
         tier.directory.store(keys, first, end)
         if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
             violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
-
-    def _work(self, first: int, end: int) -> None:
-        keys = 1 + (end - first) // self._state.layout.ratio
-        self._state.count_work(8 * keys + len(self.levels))
 
 
 def _link(record: events.TierRecord) -> tuple[int, int, int]:

@@ -34,37 +34,30 @@ _PLAIN_FIELDS = 8
 
 
 class JsonRecorder(Recorder):
-    """Makes lines as JSON has them, in which keys and blocks of some events need a form."""
+    """Makes lines as JSON has them, in which keys and new blocks need a form of their own.
+
+    Methods that write keys raise InputError for a key that a trace cannot hold.
+    """
 
     def prefetch(
-        self,
-        now: int,
-        *,
-        request: int | str,
-        seq: int,
-        keys: Iterable[Key],
-        blocks: int,
-        span: int | None = None,
+        self, now: int, *, request: int | str, keys: Iterable[Key], **fields: Any
     ) -> None:
-        """Write PREFETCH, the keys as JSON has them.
-
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
-        named = key_fields(keys, request)
-        super().prefetch(now, request=request, seq=seq, keys=named, blocks=blocks, span=span)
+        """Write PREFETCH, the keys as JSON has them."""
+        super().prefetch(now, request=request, keys=key_fields(keys, request), **fields)
 
     def compact(self, now: int, *, new: Ids | None = None, **fields: Any) -> None:
         """Write COMPACT, the new blocks as runs."""
         runs: Any = encode_runs(new) if new else None
         super().compact(now, new=runs, **fields)
 
-    def keys(self, now: int, *, request: int | str, keys: Iterable[Key]) -> None:
-        """Write KEYS, the keys as JSON has them.
+    def recover(
+        self, now: int, *, request: int | str, keys: Iterable[Key], **fields: Any
+    ) -> None:
+        """Write RECOVER, the keys as JSON has them."""
+        super().recover(now, request=request, keys=key_fields(keys, request), **fields)
 
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
+    def keys(self, now: int, *, request: int | str, keys: Iterable[Key]) -> None:
+        """Write KEYS, the keys as JSON has them."""
         super().keys(now, request=request, keys=key_fields(keys, request))
 
     def finish(
@@ -72,17 +65,12 @@ class JsonRecorder(Recorder):
         now: int,
         *,
         request: int | str,
-        seq: int,
-        output: int,
         output_keys: Iterable[Key] | None = None,
+        **fields: Any,
     ) -> None:
-        """Write FINISH, the keys as JSON has them.
-
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
+        """Write FINISH, the keys as JSON has them."""
         keys = key_fields(output_keys, request) if output_keys else None
-        super().finish(now, request=request, seq=seq, output=output, output_keys=keys)
+        super().finish(now, request=request, output_keys=keys, **fields)
 
 
 class Trace(SealedWriter, JsonRecorder):
@@ -131,7 +119,7 @@ class Trace(SealedWriter, JsonRecorder):
         self._plugins: dict[str, Any] = {}
         self._logger: TraceLogger | None = None
         self._seen: set[int | str] = set()
-        # What tiers have from an earlier run is known before the header is.
+        # RECOVER lines: they are there before the header is complete.
         self._recovered: list[dict[str, Any]] = []
         self.write = self._not_begun
         # Before the file is opened: a wrong description leaves none.
@@ -243,26 +231,6 @@ class Trace(SealedWriter, JsonRecorder):
         """
         return {"n": 0, "t": now, "event": "REQUEST", **request_fields(request)}
 
-    def recover(
-        self,
-        now: int,
-        *,
-        tier: str,
-        request: int | str,
-        keys: Iterable[Key],
-        first: int,
-        blocks: int,
-    ) -> None:
-        """Write RECOVER after the header, which may be described further.
-
-        Raises:
-            InputError: a key that a trace cannot hold.
-        """
-        self._recovered.append({
-            "n": 0, "t": now, "event": "RECOVER", "tier": tier, "request": request,
-            "keys": key_fields(keys, request), "first": first, "blocks": blocks,
-        })  # fmt: skip
-
     def flush(self) -> None:
         """Write all that is held back, so that a process killed later leaves it readable.
 
@@ -273,7 +241,10 @@ class Trace(SealedWriter, JsonRecorder):
         super().flush()
 
     def _write_first(self, line: dict[str, Any]) -> None:
-        """Write HEADER before the first line; the logger writes those after it."""
+        """Write HEADER before the first line that is not RECOVER, after which it may change."""
+        if line["event"] == "RECOVER":
+            self._recovered.append(line)
+            return
         self._write_header()
         self.write(line)
 

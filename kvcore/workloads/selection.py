@@ -57,7 +57,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     except PermissionError as error:
         msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
         raise InputError(msg) from error
-    except OSError:
+    except (OSError, ValueError):  # no path may have such a name
         msg = (
             f"workload {text!r}: there is no such file, and no workload plugin is named "
             f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"

@@ -8,8 +8,7 @@ from helpers.serving import random_talks, talks
 from hypothesis import given, settings
 
 from kvcore.analysis import explain
-from kvcore.trace import check_trace
-from kvcore.trace.state import rebuild_residency
+from kvcore.trace import check_trace, rebuild_residency
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning", "fickle"])

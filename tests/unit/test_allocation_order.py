@@ -2,8 +2,8 @@ from array import array
 
 import pytest
 
+from kvcore.trace.events import ViolationError
 from kvcore.trace.pool_check import AllocationOrder
-from kvcore.trace.state import ViolationError
 
 
 def ids(*blocks):

@@ -10,7 +10,7 @@ import kvcore
 from kvcore import SLO, InputError, KVCache, ScoreEviction
 from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
-from kvcore.config.run_config import option_names
+from kvcore.config.options import option_names
 from kvcore.serving import Batching
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
@@ -72,6 +72,32 @@ def test_a_cache_of_the_callers_is_used():
     assert result.cache is cache
     with pytest.raises(InputError, match="blocks= is for a cache that is built here"):
         kvcore.simulate(ZIPF, cache=KVCache(60, 16), blocks=60)
+
+
+def test_caps_are_a_batching_or_a_table():
+    """Also beside a cache of the caller's; but not twice, or as anything else."""
+    steps = {
+        kvcore.simulate(ZIPF, **options).summary()["steps"]
+        for options in (
+            {"blocks": 60, "batching": {"max_seqs": 1}},
+            {"blocks": 60, "max_seqs": 1},
+            {"cache": KVCache(60, 16), "batching": {"max_seqs": 1}, "slo": "none"},
+        )
+    }
+    assert len(steps) == 1
+    for cache in (None, KVCache(60, 16)):
+        with pytest.raises(InputError, match=r"no option 'max_seq' .did you mean 'max_seqs'"):
+            kvcore.simulate(ZIPF, cache=cache, batching={"max_seq": 1})
+    with pytest.raises(InputError, match="max_seqs is given by itself and in batching"):
+        kvcore.simulate(ZIPF, blocks=60, max_seqs=1, batching=Batching())
+    with pytest.raises(InputError, match="give a Batching, or a table of its fields"):
+        kvcore.simulate(ZIPF, blocks=60, batching=[1])
+
+
+def test_a_single_prompt_is_not_its_letters():
+    """It is one request."""
+    result = kvcore.run(prompts="ab", max_output=1)
+    assert result.summary()["requests"] == 1
 
 
 def test_requests_alone_need_a_cache():

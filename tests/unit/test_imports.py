@@ -16,6 +16,7 @@ import kvcore_plugins
 
 CORE = Path(kvcore.__file__).parent
 BUILT_IN = Path(kvcore_plugins.__file__).parent
+ROOTS = {root.name: root.parent for root in (CORE, BUILT_IN)}
 
 HEAVY = [
     *("torch", "numpy", "numba", "pandas", "transformers"),
@@ -83,11 +84,11 @@ def imports(path, *, deferred=True):
 
 
 def file_of(module):
-    """Return the file of a module or package of the core; None if it is not one."""
+    """Return the file of a module or package of the core or a built-in; None for others."""
     parts = module.split(".")
-    if parts[0] != CORE.name:  # a neighbour where kvcore is installed
+    if parts[0] not in ROOTS:
         return None
-    base = CORE.parent.joinpath(*parts)
+    base = ROOTS[parts[0]].joinpath(*parts)
     found = (base.with_suffix(".py"), base / "__init__.py")
     return next((path for path in found if path.is_file()), None)
 
@@ -107,14 +108,15 @@ def source(module, name):
 
 
 def sources_of(path, *, deferred=True):
-    """Return the modules of the core on which the file at `path` depends."""
+    """Return the modules of the core and the built-ins on which the file at `path` depends."""
     found = {source(*each) for each in imports(path, deferred=deferred)}
     return {module for module in found if module is not None}
 
 
 def module_of(path):
     """Return the dotted name of the module at `path`."""
-    parts = path.relative_to(CORE.parent).with_suffix("").parts
+    root = CORE.parent if CORE in path.parents else BUILT_IN.parent
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -185,6 +187,24 @@ def test_modules_import_without_cycles():
         for path in sources(CORE)
         if path.name != "__init__.py"
     }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+WITHOUT_CIRCLES = [
+    *(CORE / room for room in ("config", "models", "trace", "workloads")),
+    BUILT_IN / "workload",
+]
+"""Rooms without a circle, imports that functions make included."""
+
+
+@pytest.mark.parametrize("room", WITHOUT_CIRCLES, ids=lambda room: room.name)
+def test_functions_import_without_cycles(room):
+    """No module depends on itself through others, whenever they are imported."""
+    modules = [path for path in sources(room) if path.name != "__init__.py"]
+    graph = {module_of(path): sources_of(path) - {module_of(path)} for path in modules}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvcore import SLO, InputError, simulate
+from kvcore import SLO, InputError, simulate, simulate_cluster
 from kvcore.config import RunConfig, RunParts
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
@@ -57,6 +57,12 @@ def test_nothing_may_be_expected(given, slo):
         ({"eviction": "lru,lfu"}, "eviction: 'lru,lfu' names 2 plugins where one is needed"),
         ({"eviction": {"half_life": 3}}, "eviction: the table needs a name"),
         ({"slo": {"tft": 3}}, "slo: an SLO has no 'tft' (did you mean 'ttft'?)"),
+        ({"slo": {1: 3}}, "slo: an SLO has no '1'"),
+        ({"like": {}}, "like: {} is no engine; there are: vllm, sglang"),
+        ({"window": [0, 5]}, "window: expected a window of time in seconds, such as '60:120'"),
+        ({"window": (5, 3)}, "window: expected a window of time in ns, such as (0, 10**9)"),
+        ({"window": (1.5, None)}, "window: expected a window of time in ns"),
+        ({"window": ("1", "2")}, "window: expected a window of time in ns"),
         ({"workload": 3}, "workload: expected a workload: "),
     ],
 )
@@ -106,8 +112,20 @@ def test_models_and_devices_are_given_in_any_way(tmp_path):
 
 def test_a_simulation_has_a_codec():
     """Without one there are no bytes: it is said so, not stumbled over."""
-    with pytest.raises(InputError, match="codec: no codec is given"):
+    with pytest.raises(InputError, match=r"^codec: no codec is given"):
         simulate("zipf:requests=2", codec=None)
+
+
+def test_an_error_names_its_option_once():
+    """Also where several parts need it."""
+    with pytest.raises(InputError, match=r"^fail: 'replica=1': a failure needs"):
+        simulate_cluster("zipf:requests=2", blocks=60, replicas=2, fail="replica=1")
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    """As one that no file has."""
+    with pytest.raises(InputError, match="there is no such file"):
+        RunParts(RunConfig(workload="a\0b"))
 
 
 def test_a_pool_is_sized_once():

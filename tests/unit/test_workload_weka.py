@@ -265,6 +265,14 @@ def test_bad_field_is_named(tmp_path, line, complaint):
         list(Weka(path))
 
 
+def test_a_large_number_is_shown(tmp_path):
+    """JSON has integers of more than 64 bits, and so has the complaint."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(f'{{"id": {2**70}, "block_size": 64, "requests": []}}')
+    with pytest.raises(InputError, match=f"field 'id': expected a text, got {2**70}"):
+        list(Weka(path))
+
+
 @pytest.mark.parametrize("stagger", [-1, float("inf"), float("nan")])
 def test_stagger_must_be_a_time(tmp_path, stagger):
     """A stagger that is no finite time is refused when the workload is built."""

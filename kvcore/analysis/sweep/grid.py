@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 import attrs
 
 from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
-from kvcore.config.run_config import RULES, option_type, read_option, renamed
+from kvcore.config.options import RULES, option_type, read_option, renamed
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.plugins import Plugins, nearest

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import attrs
 import orjson
@@ -21,30 +21,26 @@ from kvcore.files import as_path
 from kvcore.request import block_keys
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import file_digest
+from kvcore_plugins.workload._messages import (
+    ANSWER,
+    TIMES,
+    Message,
+    answer_of,
+    answer_places,
+    messages_of,
+    nested,
+    output_count,
+    text_of,
+    time_of,
+    tools_of,
+)
 from kvcore_plugins.workload.rows import Row, TimedFile, Turn, merged, rows
 
-TIMES = ("timestamp", "time", "created", "created_at", "start_time", "arrival_time", "arrival")
-"""Fields of a row, or of the response in it, that may say when the request was sent."""
-
-ANSWER = "assistant"
-"""The role whose messages are generated."""
-
-_ROLES = {"human": "user", "gpt": ANSWER, "chatgpt": ANSWER, "bot": ANSWER, "model": ANSWER}
-_ANSWERS = ("completion", "response", "output", "answer")
 _PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
 _ESTIMATES = {
     "words": "tokens are pieces of words, which only estimates what a model's tokenizer makes",
     "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
 }
-
-JSON_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-"""Content blocks without a text, whose JSON is about what a model reads."""
-
-MARK = "cache_control"
-"""The field of a content block that sets a breakpoint."""
-
-Message: TypeAlias = dict[str, Any]
-"""A message as chat templates take it: `role`, `content`, and whatever else it has."""
 
 
 @attrs.define(eq=False)
@@ -109,7 +105,7 @@ class Chat(TimedFile):
             return False
         if type(fields) is not dict:
             return False
-        body = _part(Row(Path(), 1, fields), "request", "body").fields
+        body = nested(Row(Path(), 1, fields), "request", "body").fields
         lists = type(body.get("messages")), type(body.get("conversations"))
         return list in lists or type(body.get("prompt")) is str
 
@@ -147,7 +143,7 @@ class Chat(TimedFile):
         first = latest = 0
         timed: bool | None = None
         for row in rows(self.path):
-            holder, name = _time_of(row, names)
+            holder, name = time_of(row, names)
             if timed is None:
                 self._timed = timed = name is not None
                 self._unanswered = unanswered
@@ -176,8 +172,8 @@ class Chat(TimedFile):
         self, row: Row, start: int, encoder: _Encoder, unanswered: list[int]
     ) -> list[Turn]:
         """Return the turns of a row, the last one first."""
-        body, response = _part(row, "request", "body"), _part(row, "response", "body")
-        answer, count = _answer(response), _output_count(body, response)
+        body, response = nested(row, "request", "body"), nested(row, "response", "body")
+        answer, count = answer_of(response), output_count(body, response)
         serial, think = row.line - 1, round(self.think * NS_PER_S)
         make: Callable[..., Request] = Request
         model = body.optional(body.text, "model", None)
@@ -185,11 +181,11 @@ class Chat(TimedFile):
             prompts = [encoder.encode(body.text("prompt"), begins=True)]
             answers = [answer]
         else:
-            messages = _messages(body)
+            messages = messages_of(body)
             single = answer is not None or (
                 "messages" in body.fields and messages[-1]["role"] != ANSWER
             )
-            places = [len(messages)] if single else _answer_places(messages)
+            places = [len(messages)] if single else answer_places(messages)
             prompts = list(encoder.prompts(messages, places, body))
             if single and "messages" in body.fields:
                 # Imported late: every command imports this module.
@@ -197,7 +193,8 @@ class Chat(TimedFile):
 
                 make = logged(body, response, encoder.ends, len(prompts[0]))
             answers = [
-                _text(messages[place]) if place < len(messages) else answer for place in places
+                text_of(messages[place]) if place < len(messages) else answer
+                for place in places
             ]
         alone = len(prompts) == 1
         turns: list[Turn] = []
@@ -249,7 +246,7 @@ class _Encoder:
         """Yield the tokens of all before the message at each of `places`, which ascend."""
         tokens: list[int] = []
         self._ends = ends = []
-        tools = _tools(body)
+        tools = tools_of(body)
         if tools:
             tokens += self.encode(orjson.dumps(tools).decode())
             ends.append(len(tokens))
@@ -257,7 +254,7 @@ class _Encoder:
         for place in places:
             for message in messages[done:place]:
                 # Pieces apart, so that a prompt starts with the prompt and answer before it.
-                for text in (f"{message['role']}\n", _text(message), "\n"):
+                for text in (f"{message['role']}\n", text_of(message), "\n"):
                     tokens += self.encode(text)
                 ends.append(len(tokens))
             done = place
@@ -267,14 +264,6 @@ class _Encoder:
         """Return where tools and messages of these lengths end in the prompt made last."""
         del lengths, total
         return self._ends
-
-
-def _tools(body: Row) -> Any:
-    """Return the tools of a chat, without breakpoints."""
-    tools = body.fields.get("tools")
-    if type(tools) is not list:
-        return tools
-    return [unmarked(tool) if type(tool) is dict else tool for tool in tools]
 
 
 def _words(text: str) -> list[int]:
@@ -305,7 +294,7 @@ class _Tokenizer(_Encoder):
             try:
                 yield self._tokenizer.apply_chat_template(
                     messages[:place],
-                    tools=_tools(body),
+                    tools=tools_of(body),
                     add_generation_prompt=True,
                     return_dict=False,
                 )
@@ -351,122 +340,3 @@ def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
 @lru_cache(maxsize=1 << 18)
 def _piece_id(piece: str) -> int:
     return int.from_bytes(blake2b(piece.encode(), digest_size=8).digest(), "little")
-
-
-def _part(row: Row, *names: str) -> Row:
-    """Return the object nested deepest in `row` under any of `names`, or `row` itself."""
-    while True:
-        for name in names:
-            fields = row.fields.get(name)
-            if type(fields) is dict:
-                row = Row(row.path, row.line, fields, f"{row.prefix}{name}.")
-                break
-        else:
-            return row
-
-
-def _time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
-    """Return which object of a row has its time, and in which field."""
-    for holder in (row, _part(row, "response", "body")):
-        for name in names:
-            if holder.fields.get(name) is not None:
-                return holder, name
-    return row, None
-
-
-def _messages(body: Row) -> list[Message]:
-    """Return the messages of a chat, with their contents as texts.
-
-    Raises:
-        InputError: there are none, or one cannot be read, such as an image.
-    """
-    name = "messages" if "messages" in body.fields else "conversations"
-    found = body.inner(name)
-    if not found:
-        raise body.error(field=name, expected="at least one message")
-    if name == "messages":
-        messages = [_message(row) for row in found]
-        system = _system(body)
-        first = [] if system is None else [{"role": "system", "content": system}]
-        return first + messages
-    return [
-        {"role": _ROLES.get(row.text("from"), row.text("from")), "content": row.text("value")}
-        for row in found
-    ]
-
-
-def _system(body: Row) -> str | None:
-    """Return the system prompt that stands beside the messages, if there is one."""
-    found = body.fields.get("system")
-    if type(found) is not list:
-        return body.optional(body.text, "system", None)
-    return "".join(block_text(body, n, part) for n, part in enumerate(body.inner("system")))
-
-
-def block_text(row: Row, place: int, part: Row) -> str:
-    """Return the text of a content block of the message in `row`.
-
-    Raises:
-        InputError: it has none, such as an image.
-    """
-    if type(part.fields.get("text")) is str:
-        return str(part.fields["text"])
-    if part.fields.get("type") in JSON_BLOCKS:
-        return orjson.dumps(unmarked(part.fields)).decode()
-    expected = "a part with a text: how many tokens others have is not known here"
-    raise row.error(field=f"content[{place}]", expected=expected, got=part.fields)
-
-
-def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an object without its breakpoint, which may move from turn to turn."""
-    return {name: value for name, value in fields.items() if name != MARK}
-
-
-def _message(row: Row) -> Message:
-    content = row.fields.get("content")
-    if type(content) is list:
-        parts = enumerate(row.inner("content"))
-        content = "".join(block_text(row, place, part) for place, part in parts)
-    elif content is not None:
-        content = row.text("content")
-    return row.fields | {"role": row.text("role"), "content": content or ""}
-
-
-def _text(message: Message) -> str:
-    """Return what a message says, tool calls included."""
-    calls = message.get("tool_calls")
-    text: str = message["content"]
-    return text + orjson.dumps(calls).decode() if calls else text
-
-
-def _answer_places(messages: list[Message]) -> list[int]:
-    """Return the places of the answers in a recorded conversation, and of one to come."""
-    last = len(messages) - 1
-    places = [n for n, message in enumerate(messages) if n and message["role"] == ANSWER]
-    return places if places and places[-1] == last else [*places, last + 1]
-
-
-def _answer(response: Row) -> str | None:
-    """Return the text that a server answered, if it is recorded."""
-    if type(response.fields.get("choices")) is list:
-        choice, *_ = [*response.inner("choices"), None]
-        if choice is None:
-            return None
-        message = choice.fields.get("message")
-        if type(message) is not dict:
-            return choice.optional(choice.text, "text", None)
-        return _text(_message(Row(choice.path, choice.line, {"role": ANSWER} | message)))
-    if type(response.fields.get("content")) is list:
-        fields = {"role": ANSWER} | response.fields
-        return _text(_message(Row(response.path, response.line, fields)))
-    found = (response.fields.get(name) for name in _ANSWERS)
-    return next((text for text in found if type(text) is str), None)
-
-
-def _output_count(body: Row, response: Row) -> int | None:
-    """Return the number of tokens that were generated, if it is recorded."""
-    usage = _part(response, "usage")
-    for name in ("completion_tokens", "output_tokens") if usage is not response else ():
-        if usage.fields.get(name) is not None:
-            return usage.natural(name)
-    return body.optional(body.natural, "output_tokens", None)

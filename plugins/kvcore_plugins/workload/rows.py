@@ -290,4 +290,8 @@ def too_deep(path: Path, number: int) -> InputError:
 
 def as_json(value: Any) -> str:
     """Return `value` as JSON, shortened for a message."""
-    return shorten(orjson.dumps(value).decode())
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:  # an integer of more than 64 bits
+        text = repr(value)
+    return shorten(text)

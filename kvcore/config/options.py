@@ -1,0 +1,453 @@
+"""`RunOptions`: every option of a run, declared once for Python, commands, TOML and sweeps."""
+
+# ruff: noqa: RUF009 - `_option` makes fields
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, TypeAlias
+
+import attrs
+
+from kvcore.config.like import LIKENESSES
+from kvcore.config.values import (
+    ByteSize,
+    DeviceChoice,
+    FailureChoices,
+    ModelChoice,
+    Natural,
+    PluginChoice,
+    SLOChoice,
+    TierChoices,
+    WindowChoice,
+    WorkloadChoice,
+    as_whole,
+    convert,
+    refuse,
+    shown,
+    tiers_text,
+)
+from kvcore.errors import InputError
+from kvcore.models.codec import BYTES_PER_NUMBER
+from kvcore.models.spec import WeightDtype
+from kvcore.plugins.options import Spec, as_text, nearest
+from kvcore.request import SLO
+from kvcore.serving import Batching
+from kvcore.units import NS_PER_S, check_whole
+from kvcore.workloads.selection import BUNDLED
+
+Mode: TypeAlias = Literal["simulate", "compare", "run"]
+"""What a configuration is for: each mode has its own options and defaults."""
+
+MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
+"""The modes of a configuration."""
+
+EXPECTED = SLO(ttft_ns=30 * NS_PER_S, tpot_ns=NS_PER_S // 10)
+"""What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
+KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
+
+CAPS = Batching()
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "simulate": {},
+    "compare": {"tensor_parallel": 1},
+    "run": {"model": None, "tensor_parallel": 1, "codec": None},
+}
+"""Defaults by mode, where they differ from those of the fields."""
+
+RULES = (
+    *("unchunked", "max_chunk", "reserve", "commit", "generated", "admit_after_preemption"),
+    *("ties", "lag", "null_block", "max_model_len", "new_token_ratio", "preempts"),
+)
+"""Options by which engines differ: the fields of `Batching` that are no limits of a step."""
+
+OF_REPLICAS = (
+    *("model", "device", "tensor_parallel", "codec", "weights_dtype", "blocks", "memory"),
+    *("eviction", "prefix", "retention", "tier", "latency", "scheduler", "drafter"),
+    *("max_tokens", "max_seqs", "steps", "chunked", "watermark", *RULES),
+)
+"""Options that servers of a cluster may have of their own."""
+
+NONE_IS_TEXT = ("retention", "drafter", "autoscale", "disaggregate", "like")
+"""Options that the text `none` leaves out, as None does."""
+
+RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
+"""Options of earlier releases, and what they are called now."""
+
+
+def as_replicas(value: object) -> Any:
+    """Return the number of servers, or the options of each group of identical ones."""
+    if isinstance(value, int | str):
+        return check_whole(as_whole(value), 1)
+    if isinstance(value, Mapping):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not value:
+        return refuse("a number of servers, or a list of tables of their options", value)
+    return tuple(_replica(table) for table in value)
+
+
+def _replica(table: object) -> Mapping[str, Any]:
+    """Parse the options of a group of identical replicas."""
+    if not isinstance(table, Mapping):
+        return refuse("a table of options", table)
+    given = {str(name).replace("-", "_"): value for name, value in table.items()}
+    check_names(given, ["count", *OF_REPLICAS])
+    own = {name: read_option(name, value) for name, value in given.items() if name != "count"}
+    count = check_whole(as_whole(given.get("count", 1)), 1)
+    return {"count": count, **own}
+
+
+ReplicaChoices: TypeAlias = Annotated[int | Sequence[Mapping[str, Any]], as_replicas]
+"""Servers of a cluster: how many, or tables of their options, with a `count` each."""
+
+
+def _option(default: Any, text: str, *choices: str) -> Any:
+    """Return a field with its default, its help text and the values it may have."""
+    return attrs.field(default=default, metadata={"help": text, "choices": choices})
+
+
+def _reading(_: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    """Return the fields with converters, so that every value that is stored is checked."""
+    return [field.evolve(converter=_reader(field.name)) for field in fields]
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    return lambda value: read_option(name, value)
+
+
+@attrs.frozen(kw_only=True, field_transformer=_reading)
+class RunOptions:
+    """The options of a run. Nothing is opened or built from them yet.
+
+    The fields are the options of `kvcore simulate`, `compare` and `run`, the keys of
+    configuration files and the axes of sweeps. Values are converted when they are stored:
+    text such as `40GiB`, `ttft=30,tpot=0.1` or `lfu:half_life=300` is read. Plugins are
+    names with options, instances, classes, or functions that build one.
+
+    Attributes:
+        mode: `simulate`: served in the time of a latency model; `compare`: replayed serially
+            and untimed; `run`: computed on tensors.
+        workload: where the requests come from; a plugin or the path of a file.
+        model, device, tensor_parallel, codec: what is served on what, and how its K/V is
+            kept. They size the pool, price a block, and time steps. In mode `run` a `model`
+            of None is the generator's own, and a `codec` of None keeps numbers as they are
+            computed.
+        weights_dtype: the number format of the weights, which take memory beside the pool and
+            are read in each step; None: as released. Not in mode `run`.
+        accounting: how blocks are counted, `keys` or `tokens`; None: `tokens` under a clock,
+            `keys` without one. A run under a clock knows `tokens` alone.
+        block_size: tokens in a block; None: 16 under a clock, else as many as in a key.
+        blocks, memory: the pool, in blocks, or in bytes of K/V; None: what fits beside the
+            weights, and in mode `run` 256 MiB.
+        eviction, prefix, retention, scheduler, latency, generator, backend: plugins.
+            `retention` None: running sequences keep all their blocks.
+        drafter: the plugin that drafts tokens, which a step verifies; None: a step gives one
+            token a sequence.
+        tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
+            nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
+        like: the engine whose rules are the defaults, `vllm` or `sglang`; None: kvcore's. It
+            counts where a configuration is made by `of`, as all of kvcore does.
+        max_tokens, max_seqs, steps, chunked, watermark, unchunked, max_chunk, reserve,
+            commit, generated, admit_after_preemption, ties, lag, max_model_len,
+            new_token_ratio, preempts: as in `Batching`.
+        null_block: whether a block of the pool is never used: `blocks` and `memory` are with
+            it.
+        allocation: `paged`, or `contiguous` as before paging.
+        rate_scale: how many times as fast as recorded open-loop requests arrive.
+        slo: what is expected for requests that bring no SLO; `SLO()`: nothing.
+        replicas: how many servers share the requests; or tables, each of options of its own
+            and the `count` of servers that have them.
+        router, view: the plugin that picks the server of a request, and what it knows of
+            their caches: `index`, `events` or `exact`, with options.
+        autoscale: a planner that starts and stops servers, `throughput` or `load`, with
+            options; None: all are up.
+        disaggregate: servers that prefill, and others that decode, as text such as
+            `prefill=4,decode=2,bandwidth=50GB/s`; None: each does both.
+        fail: servers that fail, as texts such as `replica=3,at=600,for=120`.
+        seed: of plugins with an option `seed` that is not set; None: their own default.
+        dtype: in which a run on tensors computes K/V, and keeps it without a codec.
+        clock: by which a run on tensors is timed: `model` or `wall`.
+        limit, window: the part of the workload that is taken: its first requests (0: all;
+            None: all, in mode `run` 20), of those that arrive from the start of the window
+            on and before its end.
+        shrink: in mode `run` what lengths are divided by; None: what makes a key a block.
+        stop_at_eos: whether a text may end before its output is complete.
+        threads: of the host, in a run on tensors; None: what pays for the model.
+
+    Raises:
+        InputError: a value that an option cannot have; begins with the option's name.
+    """
+
+    mode: Mode = _option("simulate", "How requests are served.")
+    workload: WorkloadChoice = _option(
+        BUNDLED, "Workload: a plugin with its options, or the path of a file."
+    )
+    model: ModelChoice | None = _option(
+        "llama-3-8b",
+        "Model that is served: a name that `kvcore size --help` lists, or a config.json.",
+    )
+    device: DeviceChoice = _option(
+        "h100", "GPU that the model is served on; `kvcore size --help` lists all."
+    )
+    tensor_parallel: int = _option(4, "Number of GPUs that share the model.")
+    codec: PluginChoice | None = _option(
+        Spec("fp16"), "Codec: how K/V is kept, such as fp16, int8 or kivi:bits=2."
+    )
+    weights_dtype: WeightDtype | None = _option(
+        None, "Number format of the weights, if not as released."
+    )
+    accounting: Literal["keys", "tokens"] | None = _option(
+        None, "Count blocks by whole keys of the workload, or by tokens."
+    )
+    block_size: int | None = _option(None, "Number of tokens in a KV block.")
+    blocks: int | None = _option(None, "Number of KV blocks in the pool.")
+    memory: ByteSize | None = _option(
+        None, "Bytes of K/V in the pool, such as 40GiB, in place of a number of blocks."
+    )
+    prefix: PluginChoice = _option(
+        Spec("radix"), "Prefix cache: which cached blocks a prompt can reuse."
+    )
+    retention: PluginChoice | None = _option(
+        None, "Retention policy: which tokens a running sequence keeps."
+    )
+    tier: TierChoices = _option(
+        (),
+        "Tier below the pool, such as host:memory=64GiB; several are given nearest first.",
+    )
+    latency: PluginChoice = _option(
+        Spec("roofline"), "Latency model: how many seconds a step takes."
+    )
+    drafter: PluginChoice | None = _option(
+        None, "Drafter: tokens that the model verifies in one step, speculative decoding."
+    )
+    max_tokens: int = _option(CAPS.max_tokens, "Largest number of tokens in a step.")
+    max_seqs: int = _option(CAPS.max_seqs, "Largest number of sequences in a step.")
+    steps: Literal["mixed", "prefill-first"] = _option(
+        CAPS.steps, "Steps that prefill and decode together, or prefill before they decode."
+    )
+    chunked: bool = _option(CAPS.chunked, "Prefill a long prompt over several steps.")
+    watermark: float = _option(
+        CAPS.watermark, "Share of the blocks that an admission leaves for running sequences."
+    )
+    like: str | None = _option(
+        None,
+        f"Engine whose rules are the defaults of all other options: {', '.join(LIKENESSES)}; "
+        "--show prints them.",
+    )
+    unchunked: Literal["alone", "wait"] = _option(
+        CAPS.unchunked,
+        "Unchunked prompt that is too long for the rest of a step: computed alone in one, or "
+        "it has to wait for a step with room for it.",
+    )
+    max_chunk: int | None = _option(
+        None, "Largest number of prompt tokens of one sequence in a step, beside others."
+    )
+    reserve: Literal["prompt", "chunk", "first-chunk"] = _option(
+        CAPS.reserve,
+        "Blocks that an admission takes: of the whole prompt; of its first chunk, while the "
+        "whole has to be free; or of its first chunk alone.",
+    )
+    commit: Literal["computed", "scheduled"] = _option(
+        CAPS.commit, "When blocks can be hit: computed, or as soon as they are scheduled."
+    )
+    generated: Literal["keyed", "cached"] = _option(
+        CAPS.generated,
+        "Generated blocks that stay cached: those with a key in the workload, or all.",
+    )
+    admit_after_preemption: bool = _option(
+        CAPS.admit_after_preemption, "Admit requests in a step that has preempted others."
+    )
+    ties: Literal["last", "first"] = _option(
+        CAPS.ties,
+        "Sequence that is preempted, of those last in order: of equal priority the one "
+        "admitted last, or of equal priority and arrival the one admitted first.",
+    )
+    lag: int = _option(
+        CAPS.lag,
+        "Steps between a plan and what it knows: 1 under asynchronous scheduling, where a "
+        "step is planned while the one before it runs.",
+    )
+    null_block: bool = _option(
+        CAPS.null_block,
+        "Leave a block of the pool unused, and round the watermark down, of all blocks.",
+    )
+    max_model_len: int | None = _option(
+        None, "Largest number of tokens of a sequence, at which its text ends."
+    )
+    new_token_ratio: float | None = _option(
+        None,
+        "Share of what running sequences will generate that an admission leaves room for, at "
+        "first; it falls as they decode.",
+    )
+    preempts: Literal["last", "shortest"] = _option(
+        CAPS.preempts,
+        "Sequence that loses its blocks: the last in order, or of those that decode the one "
+        "with the fewest generated tokens.",
+    )
+    rate_scale: float = _option(1.0, "Factor on the rate at which recorded requests arrive.")
+    slo: SLOChoice = _option(
+        EXPECTED,
+        "Expected latency in seconds, by ttft, tpot and deadline; `none` expects nothing.",
+    )
+    replicas: ReplicaChoices = _option(1, "Number of servers that share the requests.")
+    router: PluginChoice = _option(
+        Spec("round-robin"), "Router: which of several servers gets a request."
+    )
+    view: str = _option(
+        "index",
+        "What the router knows of caches: its own index of what it sent where, the events of "
+        "the servers (events:delay=50ms), or all (exact).",
+    )
+    fail: FailureChoices = _option(
+        (), "Server that fails, such as replica=3,at=600,for=120, in seconds."
+    )
+    autoscale: str | None = _option(
+        None,
+        "Planner that starts and stops servers, such as throughput:interval=60,least=2, or "
+        "load; --replicas is the most that there can be.",
+    )
+    disaggregate: str | None = _option(
+        None,
+        "Servers that prefill, and others that decode, such as "
+        "prefill=4,decode=2,bandwidth=50GB/s,latency=10us,overlap=layers.",
+    )
+    seed: int | None = _option(0, "Seed of plugins that draw random numbers.")
+    scheduler: PluginChoice = _option(
+        Spec("fcfs"), "Scheduler: which requests run in the next step."
+    )
+    eviction: PluginChoice = _option(
+        Spec("lru"), "Eviction policy: which cached blocks leave a full pool."
+    )
+    allocation: Literal["paged", "contiguous"] = _option(
+        "paged", "Allocate K/V in blocks, or beside that in one piece a request."
+    )
+    generator: PluginChoice = _option(
+        Spec("transformer"), "Generator: the model that computes K/V and next tokens."
+    )
+    backend: PluginChoice = _option(
+        Spec("torch-cpu"), "Backend: the device memory that holds K/V as tensors."
+    )
+    dtype: str = _option(
+        "fp32", "Number format in which the model computes.", *BYTES_PER_NUMBER
+    )
+    clock: Literal["model", "wall"] = _option(
+        "model", "Time a step by the latency model, or by the wall clock."
+    )
+    limit: Natural | None = _option(
+        None, "Number of first requests of the workload to take; 0 takes all."
+    )
+    window: WindowChoice | None = _option(
+        None,
+        "Seconds of the workload to take, START:END: from START on and before END; either "
+        "may be left out.",
+    )
+    shrink: int | None = _option(None, "Divisor of all lengths of the workload.")
+    stop_at_eos: bool = _option(
+        default=False, text="End a text at its end-of-sequence token; wall clock only."
+    )
+    threads: int | None = _option(
+        None,
+        "Number of threads that compute.  [default: 1 for a tiny model, else one a CPU]",
+    )
+
+
+def option_names() -> list[str]:
+    """Return the names of all options, in the order of the fields."""
+    return list(_fields())
+
+
+def option_type(name: str) -> Any:
+    """Return the type of an option."""
+    return _fields()[name].type
+
+
+def option_help(name: str) -> str:
+    """Return the help text of an option."""
+    return str(_fields()[name].metadata["help"])
+
+
+def option_choices(name: str) -> tuple[str, ...]:
+    """Return the values that an option may have if they are few; otherwise nothing."""
+    choices: tuple[str, ...] = _fields()[name].metadata["choices"]
+    return choices
+
+
+def option_default(name: str, mode: Mode = "simulate") -> Any:
+    """Return the default of an option in a mode."""
+    return DEFAULTS[mode].get(name, _fields()[name].default)
+
+
+def is_plain(name: str, value: Any) -> bool:
+    """Return True if a rule of engines is as in kvcore, so that no report need name it."""
+    return name in RULES and value == option_default(name)
+
+
+def read_option(name: str, value: Any) -> Any:
+    """Return a value as the option `name` has it.
+
+    Raises:
+        InputError: a value that the option cannot have; begins with the option's name.
+    """
+    if name in NONE_IS_TEXT and value in ("none", Spec("none")):
+        return None
+    if name == "like" and value is not None and value not in tuple(LIKENESSES):
+        msg = f"like: {shown(value)} is no engine; there are: {', '.join(LIKENESSES)}"
+        raise InputError(msg)
+    choices = option_choices(name)
+    try:
+        return convert(value, Literal[choices] if choices else option_type(name))
+    except InputError as error:
+        msg = f"{name}: {error}"
+        raise InputError(msg) from error
+
+
+def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their present names, with a FutureWarning for each earlier one.
+
+    Raises:
+        InputError: an option is given under both names.
+    """
+    for old in options.keys() & RENAMED.keys():
+        new = RENAMED[old]
+        if new in options:
+            msg = f"{old!r} is the earlier name of {new!r}: give one of them"
+            raise InputError(msg)
+        warnings.warn(
+            f"option {old!r} is called {new!r} now; use that", FutureWarning, stacklevel=4
+        )
+    return {RENAMED.get(name, name): value for name, value in options.items()}
+
+
+def check_names(given: Mapping[str, Any], known: list[str]) -> None:
+    """Refuse a name that is not one of `known`.
+
+    Raises:
+        InputError: names the nearest one, and all that there are.
+    """
+    for name in given:
+        if name not in known:
+            names = ", ".join(sorted(known))
+            msg = f"there is no option {name!r}{nearest(name, known)}. There are: {names}"
+            raise InputError(msg)
+
+
+def replicas_text(replicas: int | Sequence[Mapping[str, Any]]) -> int | str:
+    """Return replicas as a table has them: `8`, or `2 x device=h200 + 6 x max_seqs=64`."""
+    if isinstance(replicas, int):
+        return replicas
+    groups = (
+        (table["count"], ",".join(f"{k}={_shown(v)}" for k, v in table.items() if k != "count"))
+        for table in replicas
+    )
+    return " + ".join(f"{count} x {own}" if own else str(count) for count, own in groups)
+
+
+def _shown(value: object) -> str:
+    return tiers_text(value) if isinstance(value, tuple) else as_text(value)
+
+
+@cache
+def _fields() -> Mapping[str, attrs.Attribute[Any]]:
+    return attrs.fields_dict(attrs.resolve_types(RunOptions, globals()))

@@ -1,0 +1,130 @@
+"""The blocks of traced requests, computed from HEADER and REQUEST lines alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvcore.cache.layout import GENERATED
+from kvcore.trace import events
+
+
+@attrs.define(eq=False)
+class TracedPrompt:
+    """A traced request in blocks.
+
+    Attributes:
+        id: of the request.
+        tokens: of the prompt.
+        keys: the key of block j is `keys[j // ratio]`, `ratio` being the layout's.
+        blocks: that the whole prompt occupies.
+        cacheable: how many blocks from the first on may be shared.
+        lookup: how many are looked up.
+        limit: how many can hit at most.
+        unkeyed: whether missing keys are why no more can hit.
+        share: how many of its blocks its client lets others use; None: all.
+        generated: `keys`, and names for the blocks of output without keys that stay cached.
+    """
+
+    id: int | str
+    tokens: int
+    keys: list[Any]
+    blocks: int
+    cacheable: int
+    lookup: int
+    limit: int
+    unkeyed: bool
+    share: int | None
+    generated: list[Any] = attrs.field(factory=list)
+
+
+@attrs.frozen
+class TraceLayout:
+    """The blocks of requests, computed from HEADER and REQUEST lines alone.
+
+    Written apart from the cache's own arithmetic, which a check of the trace is there to
+    test. `ratio` is blocks a key; where a block is several keys, `stride` is how many.
+    """
+
+    count: str
+    block_size: int
+    key_tokens: int
+    ratio: int
+    stride: int
+
+    @classmethod
+    def of(cls, header: events.Header) -> TraceLayout:
+        """Return the layout that HEADER gives.
+
+        Raises:
+            ValueError: block size and key size do not fit.
+        """
+        count, size, tokens = header.count, header.block_size, header.key_tokens
+        fits = tokens % size == 0 or (size % tokens == 0 and count == "tokens")
+        if not fits:
+            msg = f"blocks of {size} tokens do not fit keys of {tokens} in {count!r} counting"
+            raise ValueError(msg)
+        return cls(count, size, tokens, max(1, tokens // size), max(1, size // tokens))
+
+    def prompt(self, request: events.Request) -> TracedPrompt:
+        """Return the prompt of a REQUEST in blocks.
+
+        Raises:
+            ValueError: its keys stand for another number of tokens than the header says.
+        """
+        if request.key_tokens != self.key_tokens:
+            msg = f"keys of {request.key_tokens} tokens; HEADER says {self.key_tokens}"
+            raise ValueError(msg)
+        keys: list[Any] = request.keys
+        shares = request.hints.get("share", True) if request.hints else True
+        share = None if shares is True else shares // self.block_size
+        if self.count == "keys":
+            blocks = len(keys) * self.ratio
+            return TracedPrompt(
+                *(request.id, request.prompt, keys, blocks),
+                *(blocks, blocks, blocks),
+                unkeyed=not keys,
+                share=share,
+            )
+        size, length = self.block_size, request.prompt
+        full = length // size
+        output_keys = request.output_keys
+        if output_keys:
+            keys = keys[: length // self.key_tokens] + output_keys
+        keys = keys[self.stride - 1 :: self.stride]
+        keyed = len(keys) * self.ratio
+        # The last token is always computed: its logits are the first step of the output.
+        most = max(0, length - 1) // size
+        return TracedPrompt(
+            request.id,
+            length,
+            keys,
+            blocks=-(-length // size),
+            cacheable=keyed if output_keys else min(full, keyed),
+            lookup=min(full, keyed),
+            limit=min(most, keyed),
+            unkeyed=keyed < most or not keys,
+            share=share,
+        )
+
+    def name_generated(self, prompt: TracedPrompt, end: int) -> None:
+        """Name the blocks from the end of `prompt` up to position `end`."""
+        whole = prompt.tokens // self.block_size // self.ratio
+        names = [(GENERATED, prompt.id, place) for place in range(whole, -(-end // self.ratio))]
+        if len(names) + whole > len(prompt.generated):
+            prompt.generated = [*prompt.keys[:whole], *names]
+
+    def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
+        """Return the number of tokens with K/V of a request with `output` generated tokens.
+
+        The K/V of its last token is never computed; where keys are counted, only that of the
+        prompt is, in whole blocks.
+        """
+        if self.count == "keys":
+            return prompt.blocks * self.block_size
+        return prompt.tokens + max(output - 1, 0)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the number of blocks that `tokens` tokens fill."""
+        return -(-tokens // self.block_size)
