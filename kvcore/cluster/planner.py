@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar, Literal
 
 import attrs
@@ -22,10 +22,13 @@ from kvcore.plugins.base import Plugin
 from kvcore.plugins.options import instantiate, nearest, parse
 from kvcore.request import SLO
 from kvcore.serving.latency import LatencyModel, StepWork
-from kvcore.units import NS_PER_S, PS_PER_S
+from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 
 Phase = Literal["both", "prefill", "decode"]
 """What the replicas of a pool do."""
+
+LONGEST_S = INT64_LIMIT // NS_PER_S
+"""Seconds up to the end of the clock."""
 
 
 @attrs.frozen
@@ -158,8 +161,13 @@ class Planner(Plugin):
         if self.most and not self.least <= (self.start or self.least) <= self.most:
             msg = f"planner {self.name!r}: give least <= start <= most"
             raise InputError(msg)
-        if self.interval <= 0 or self.start_up < 0 or self.cool_down < 0:
-            msg = f"planner {self.name!r}: give an interval above 0 s, and no negative times"
+        times = self.interval, self.start_up, self.cool_down
+        # Each is whole nanoseconds of a clock that ends at 2^63.
+        if self.interval * NS_PER_S < 1 or not 0 <= min(times) <= max(times) < LONGEST_S:
+            msg = (
+                f"planner {self.name!r}: give an interval above 0 s, in whole ns, no negative "
+                "times, and none of 292 years"
+            )
             raise InputError(msg)
 
     @abstractmethod
@@ -192,7 +200,13 @@ class ThroughputPlanner(Planner):
 
     name: ClassVar[str] = "throughput"
 
-    headroom: float = 1.0
+    headroom: float = attrs.field(default=1.0)
+
+    @headroom.validator
+    def _is_factor(self, _: object, value: float) -> None:
+        if not 0 < value < inf:
+            msg = f"planner {self.name!r}: headroom={value}: give a factor above 0, such as 1.2"
+            raise InputError(msg)
 
     def wanted(
         self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
@@ -231,10 +245,16 @@ class LoadPlanner(Planner):
 
     name: ClassVar[str] = "load"
 
-    memory: int = 20
+    memory: int = attrs.field(default=20)
     margin: float = 0.8
 
     _samples: deque[tuple[float, float]] = attrs.field(factory=deque, init=False)
+
+    @memory.validator
+    def _is_count(self, _: object, value: int) -> None:
+        if value < 1:
+            msg = f"planner {self.name!r}: memory={value}: give 1 interval or more"
+            raise InputError(msg)
 
     def wanted(
         self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase

@@ -205,6 +205,7 @@ class ClusterResult(Outcome):
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
         log = self.log
+        replicas = [self._replica(number) for number in range(len(self.lives))]
         shares = {"requests": Share.of(self.served), "busy": Share.of(self.busy_s)}
         return {
             "schema": SCHEMA,
@@ -213,10 +214,7 @@ class ClusterResult(Outcome):
             "saturation": None if self.saturation is None else self.saturation.as_dict(),
             "steps": log.steps,
             "wall_s": self.wall_s,
-            "evicted_blocks": sum(
-                each.cache.tree.evicted_blocks + each.cache.tree.expired_blocks
-                for each in chain.from_iterable(self.lives)
-            ),
+            "evicted_blocks": sum(each["evicted_blocks"] for each in replicas),
             "hit": hit_fields(self.stats),
             "lost_tokens": self.stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
@@ -231,7 +229,7 @@ class ClusterResult(Outcome):
                 name: None if share is None else attrs.asdict(share)
                 for name, share in shares.items()
             },
-            "replicas": [self._replica(number) for number in range(len(self.lives))],
+            "replicas": replicas,
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
             **({} if self.phases is None else {"phases": self._phases(self.phases)}),
         }
@@ -267,6 +265,7 @@ class ClusterResult(Outcome):
         """Return the numbers of a replica, over all its lives."""
         lives = self.lives[number]
         span = self.simulated_s
+        trees = [each.cache.tree for each in lives]
         return {
             "replica": number,
             "blocks": lives[-1].cache.pool.blocks,
@@ -277,7 +276,7 @@ class ClusterResult(Outcome):
             "failures": len(lives) - 1 if self.rented_ns is None else 0,
             "ttft_s": self._mean_ttft_s[number],
             "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
-            "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),
+            "evicted_blocks": sum(t.evicted_blocks + t.expired_blocks for t in trees),
         }
 
     @cached_property
