@@ -17,16 +17,8 @@ from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
-from kvcore.serving.result import (
-    SCHEMA,
-    HitRatio,
-    Outcome,
-    Result,
-    Saturation,
-    hit_fields,
-    joined,
-    saturation_of,
-)
+from kvcore.serving.load import Saturation, saturation_of
+from kvcore.serving.result import SCHEMA, HitRatio, Outcome, Result, hit_fields, joined
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 

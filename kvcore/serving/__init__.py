@@ -1,8 +1,9 @@
 """The serving loop: continuous batching under a clock, simulated or on tensors."""
 
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
+from kvcore.serving.load import Saturation
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.result import HitRatio, Result, Saturation
+from kvcore.serving.result import HitRatio, Result
 from kvcore.serving.scheduler import (
     Batching,
     DecodeSteps,

@@ -10,7 +10,7 @@ from kvcore import LatencyModel, TraceError
 from kvcore.analysis import explain
 from kvcore.request import Hints
 from kvcore.serving import StepPlan
-from kvcore.serving.loop import Arrivals
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.scheduler import LOADING
 from kvcore.trace import check_trace
 from kvcore_plugins.scheduler import FCFS
