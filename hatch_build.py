@@ -29,6 +29,7 @@ MODULES = (
     "kvcore/serving/decode_batch.py",
     "kvcore/serving/job.py",
     "kvcore/serving/loop.py",
+    "kvcore/serving/ordering.py",
     "kvcore/serving/service_times.py",
     "kvcore/serving/stats.py",
 )

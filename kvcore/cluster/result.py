@@ -18,7 +18,7 @@ from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.load import Saturation, saturation_of
-from kvcore.serving.result import SCHEMA, HitRatio, Outcome, Result, hit_fields, joined
+from kvcore.serving.result import SCHEMA, HitRatio, Reported, Result, hit_fields
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 
@@ -92,7 +92,7 @@ class Phases:
 
 
 @attrs.frozen(slots=False, eq=False)
-class ClusterResult(Outcome):
+class ClusterResult(Reported):
     """The result of a cluster. What one server has too is called as in its `Result`.
 
     Attributes:
@@ -180,17 +180,10 @@ class ClusterResult(Outcome):
             for lives in self.lives
         ]
 
-    @cached_property
-    def requests(self) -> dict[str, list[Any]]:
-        """The requests by column, as those of a `Result`, with their `replica`."""
-        return joined(self.request_parts())
-
     def request_parts(self) -> Iterator[dict[str, list[Any]]]:
-        """Yield `requests`, some rows at a time."""
-        one = self.lives[0][0]
-        whole = Result(self.log, one.cache, one.batching, one.latency, None)
+        """Yield `requests` with their `replica`, some rows at a time."""
         replicas = iter(self.replica)
-        for part in whole.request_parts():
+        for part in super().request_parts():
             ids = part["id"]
             yield {"id": ids, "replica": list(islice(replicas, len(ids))), **part}
 
@@ -285,9 +278,6 @@ class ClusterResult(Outcome):
             ns / count / NS_PER_S if count else None
             for ns, count in zip(sums, counts, strict=True)
         ]
-
-    to_frame = Result.to_frame
-    write = Result.write
 
 
 _ROW_BITS = 40

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import orjson
@@ -200,6 +201,51 @@ class Outcome(Shown):
         }
 
     @cached_property
+    def requests(self) -> dict[str, list[Any]]:
+        """The requests by column, in the order in which they ended.
+
+        Made when first asked for: some 500 bytes a request. `request_parts` yields them some
+        at a time.
+        """
+        whole: dict[str, list[Any]] = {}
+        for part in self.request_parts():
+            for name, column in part.items():
+                whole.setdefault(name, []).extend(column)
+        return whole
+
+    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
+        """Yield `requests`, some rows at a time: memory holds 65,536 of them."""
+        log = self.log
+        columns = log.columns()
+        first = 0
+        for parts in zip(*(column.parts() for column in columns.values()), strict=True):
+            part = dict(zip(columns, parts, strict=True))
+            rows = range(first, first + len(part["ids"]))
+            first = rows.stop
+            came, began, ended = part["arrival"], part["first_token"], part["finish"]
+            yield {
+                "id": list(part["ids"]),
+                "status": ["rejected" if row in log.reasons else "finished" for row in rows],
+                "reason": [log.reasons.get(row) for row in rows],
+                "tenant": list(part["tenants"]),
+                "arrival_s": _seconds(came),
+                "admitted_s": _seconds(part["admitted"]),
+                "finish_s": _seconds(ended),
+                "queue_s": _seconds(_since(came, part["admitted"])),
+                "ttft_s": _seconds(_since(came, began)),
+                "tpot_s": _seconds(mean_gaps(began, ended, part["output"]), PS_PER_S),
+                "e2e_s": _seconds(_since(came, ended)),
+                "prompt": list(part["prompt"]),
+                "output": list(part["output"]),
+                "hit_tokens": list(part["hit"]),
+                "loaded_tokens": list(part["loaded"]),
+                "pauses": list(part["pauses"]),
+                "recomputes": list(part["recomputes"]),
+                "swaps": list(part["swaps"]),
+                "met_slo": [None if v == UNJUDGED else bool(v) for v in part["verdict"]],
+            }
+
+    @cached_property
     def _span(self) -> tuple[int, int]:
         """The times (ns) of the first arrival, and of the last finish or arrival."""
         log = self.log
@@ -207,22 +253,49 @@ class Outcome(Shown):
         return min(log.arrival, default=0), last
 
 
-class Reported(Protocol):
-    """A result of one server or of several: rows of requests, and a summary."""
+@attrs.frozen(slots=False, eq=False)
+class Reported(Outcome):
+    """The result of one server or of several, as files and as a data frame."""
 
-    @property
-    def requests(self) -> dict[str, list[Any]]:
-        """The requests by column."""
-
-    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
-        """Yield the requests by column, some rows at a time."""
-
+    @abstractmethod
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
 
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of `requests`, one row a request.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        ids = [str(name) for name in self.requests["id"]]
+        return data_frame({**self.requests, "id": ids}, "`result.requests`")
+
+    def write(self, directory: Path | str, **more: Any) -> None:
+        """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
+
+        Both appear when both are whole; what had these names before is replaced. The
+        summary has the entries `more` besides its own.
+
+        Raises:
+            InputError: the directory cannot be made, or a file not be opened.
+            StorageError: the disk refused what was written.
+        """
+        directory = Path(directory)
+        make_directory(directory)
+        with (
+            atomic_file(directory / SUMMARY) as document,
+            atomic_file(directory / REQUESTS) as lines,
+        ):
+            for part in self.request_parts():
+                for row in zip(*part.values(), strict=True):
+                    line = orjson.dumps(dict(zip(part, row, strict=True)))
+                    lines.write(f"{line.decode()}\n")
+            text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
+            document.write(f"{text.decode()}\n")
+
 
 @attrs.frozen(slots=False, eq=False)
-class Result(Outcome):
+class Result(Reported):
     """The result of a run. See docs/reference/simulate-result.md for every number.
 
     Numbers are computed when they are first asked for, and once.
@@ -269,47 +342,6 @@ class Result(Outcome):
         """Whether the queue grew until the last arrival; None if that cannot be told."""
         return saturation_of(self.log, self.batching.max_seqs, self.offered_load)
 
-    @cached_property
-    def requests(self) -> dict[str, list[Any]]:
-        """The requests by column, in the order in which they ended.
-
-        Made when first asked for: some 500 bytes a request. `request_parts` yields them some
-        at a time.
-        """
-        return joined(self.request_parts())
-
-    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
-        """Yield `requests`, some rows at a time: memory holds 65,536 of them."""
-        log = self.log
-        columns = log.columns()
-        first = 0
-        for parts in zip(*(column.parts() for column in columns.values()), strict=True):
-            part = dict(zip(columns, parts, strict=True))
-            rows = range(first, first + len(part["ids"]))
-            first = rows.stop
-            came, began, ended = part["arrival"], part["first_token"], part["finish"]
-            yield {
-                "id": list(part["ids"]),
-                "status": ["rejected" if row in log.reasons else "finished" for row in rows],
-                "reason": [log.reasons.get(row) for row in rows],
-                "tenant": list(part["tenants"]),
-                "arrival_s": _seconds(came),
-                "admitted_s": _seconds(part["admitted"]),
-                "finish_s": _seconds(ended),
-                "queue_s": _seconds(_since(came, part["admitted"])),
-                "ttft_s": _seconds(_since(came, began)),
-                "tpot_s": _seconds(mean_gaps(began, ended, part["output"]), PS_PER_S),
-                "e2e_s": _seconds(_since(came, ended)),
-                "prompt": list(part["prompt"]),
-                "output": list(part["output"]),
-                "hit_tokens": list(part["hit"]),
-                "loaded_tokens": list(part["loaded"]),
-                "pauses": list(part["pauses"]),
-                "recomputes": list(part["recomputes"]),
-                "swaps": list(part["swaps"]),
-                "met_slo": [None if v == UNJUDGED else bool(v) for v in part["verdict"]],
-            }
-
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them.
 
@@ -346,47 +378,6 @@ class Result(Outcome):
             "fragmentation": None if measured is None else attrs.asdict(measured),
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
-
-    def to_frame(self: Reported) -> Any:
-        """Return a polars DataFrame of `requests`, one row a request.
-
-        Raises:
-            PluginError: polars is not installed.
-        """
-        ids = [str(name) for name in self.requests["id"]]
-        return data_frame({**self.requests, "id": ids}, "`result.requests`")
-
-    def write(self: Reported, directory: Path | str, **more: Any) -> None:
-        """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
-
-        Both appear when both are whole; what had these names before is replaced. The
-        summary has the entries `more` besides its own.
-
-        Raises:
-            InputError: the directory cannot be made, or a file not be opened.
-            StorageError: the disk refused what was written.
-        """
-        directory = Path(directory)
-        make_directory(directory)
-        with (
-            atomic_file(directory / SUMMARY) as document,
-            atomic_file(directory / REQUESTS) as lines,
-        ):
-            for part in self.request_parts():
-                for row in zip(*part.values(), strict=True):
-                    line = orjson.dumps(dict(zip(part, row, strict=True)))
-                    lines.write(f"{line.decode()}\n")
-            text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
-            document.write(f"{text.decode()}\n")
-
-
-def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return columns that come some rows at a time as whole ones."""
-    whole: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, column in part.items():
-            whole.setdefault(name, []).extend(column)
-    return whole
 
 
 def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]:

@@ -11,7 +11,7 @@ from kvcore.analysis import explain
 from kvcore.request import Hints
 from kvcore.serving import StepPlan
 from kvcore.serving.arrivals import Arrivals
-from kvcore.serving.scheduler import LOADING
+from kvcore.serving.job import LOADING
 from kvcore.trace import check_trace
 from kvcore_plugins.scheduler import FCFS
 
