@@ -18,6 +18,7 @@ import attrs
 
 from kvcore.cluster.replica import Server as ReplicaServer
 from kvcore.errors import InputError
+from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.options import instantiate, nearest, parse
 from kvcore.request import SLO
@@ -71,10 +72,7 @@ class Server:
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds to prefill `tokens` tokens in a step of their own."""
         count = max(ceil(tokens), 1)
-        pairs = tuple(
-            count * (count + 1) // 2 if w is None else _windowed(count, w)
-            for w in self.latency.windows
-        )
+        pairs = tuple(attended_pairs(0, count, window) for window in self.latency.windows)
         work = StepWork(count, pairs, 0, (0,) * len(pairs))
         return self.latency.duration(work) / PS_PER_S
 
@@ -120,12 +118,6 @@ class Server:
         )
         work = StepWork(0, (0,) * len(windows), batch, attended)
         return self.latency.duration(work) / PS_PER_S
-
-
-def _windowed(tokens: int, window: int) -> int:
-    """Count the (query, key) pairs of a prompt under an attention window."""
-    full = min(tokens, window)
-    return full * (full + 1) // 2 + (tokens - full) * window
 
 
 @attrs.define(eq=False, kw_only=True)
