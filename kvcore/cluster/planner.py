@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvcore.cluster.replica import Server as ReplicaServer
+from kvcore.cluster.replica import Server
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import Plugin
@@ -56,7 +56,7 @@ class Demand:
 
 
 @attrs.frozen
-class Server:
+class Profile:
     """What one replica can do by its latency model, as a profile of an engine would show.
 
     Attributes:
@@ -164,14 +164,14 @@ class Planner(Plugin):
 
     @abstractmethod
     def wanted(
-        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+        self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return how many replicas the pool should have from now on.
 
         Args:
             demand: of the interval that has just ended.
             replicas: that the pool has, those that start up included.
-            server: what one of them can do.
+            profile: what one of them can do.
             slo: what the requests expect.
             phase: what they do.
         """
@@ -201,7 +201,7 @@ class ThroughputPlanner(Planner):
             raise InputError(msg)
 
     def wanted(
-        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+        self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return the rate over what one replica can do, times `headroom`, rounded up."""
         del replicas
@@ -212,14 +212,14 @@ class ThroughputPlanner(Planner):
         if phase != "decode":
             ttft_s = None if slo.ttft_ns is None else slo.ttft_ns / NS_PER_S
             tokens = demand.prompt_tokens * (1 - demand.hit)
-            need += rate / server.prefill_rps(tokens, ttft_s)
+            need += rate / profile.prefill_rps(tokens, ttft_s)
             if ttft_s is not None:
-                floor = ceil(server.prefill_s(tokens) / ttft_s)
+                floor = ceil(profile.prefill_s(tokens) / ttft_s)
         if phase != "prefill" and demand.output_tokens > 1:
             tpot_s = None if slo.tpot_ns is None else slo.tpot_ns / NS_PER_S
             context = demand.prompt_tokens + demand.output_tokens / 2
             held = demand.prompt_tokens + demand.output_tokens
-            need += rate / server.decode_rps(context, demand.output_tokens, held, tpot_s)
+            need += rate / profile.decode_rps(context, demand.output_tokens, held, tpot_s)
         return max(ceil(need - 1e-9), floor)
 
 
@@ -249,10 +249,10 @@ class LoadPlanner(Planner):
             raise InputError(msg)
 
     def wanted(
-        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+        self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return one replica more or less, or as many as there are."""
-        del server
+        del profile
         limit_ns = slo.tpot_ns if phase == "decode" else slo.ttft_ns
         if demand.latency is None or limit_ns is None:
             return replicas if demand.requests else max(replicas - 1, self.least)
@@ -343,7 +343,7 @@ class Autoscaler:
     def __init__(
         self,
         planner: Planner,
-        servers: Sequence[ReplicaServer],
+        servers: Sequence[Server],
         slo: SLO | None,
         phase: Phase = "both",
     ) -> None:
@@ -399,12 +399,12 @@ class Autoscaler:
         demand = self._demand()
         have = len(self._since)
         sample = next(iter(self._servers.values())).loop
-        able = Server(
+        profile = Profile(
             sample.latency,
             sample.cache.pool.blocks * sample.cache.geometry.block_size,
             sample.batcher.batching.max_seqs,
         )
-        wanted = self.planner.wanted(demand, have, able, self._slo, self._phase)
+        wanted = self.planner.wanted(demand, have, profile, self._slo, self._phase)
         wanted = min(max(wanted, self.planner.least), self._most)
         if wanted < have and now < self._calm_until:
             return []
@@ -426,7 +426,7 @@ class Autoscaler:
         self.changes += changes
         return changes
 
-    def stopped(self, server: ReplicaServer, now: int) -> None:
+    def stopped(self, server: Server, now: int) -> None:
         """Called when a replica that was to stop has ended its requests."""
         assert server.draining is not None
         self.rented += now - server.draining

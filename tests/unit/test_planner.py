@@ -8,7 +8,7 @@ from kvcore import SLO, InputError
 from kvcore.cluster.planner import (
     Demand,
     LoadPlanner,
-    Server,
+    Profile,
     ThroughputPlanner,
     parse_planner,
     regression,
@@ -16,7 +16,7 @@ from kvcore.cluster.planner import (
 from kvcore_plugins.latency import TokenRate
 
 SECOND = 10**9
-SERVER = Server(TokenRate(prefill=1, decode=0.01), tokens=100_000, max_seqs=64)
+SERVER = Profile(TokenRate(prefill=1, decode=0.01), tokens=100_000, max_seqs=64)
 """A prompt of 1,000 tokens takes a second, and so do 10 tokens of output, of any batch."""
 
 
