@@ -24,10 +24,13 @@ MODULES = (
     "kvcore/cache/span.py",
     "kvcore/cache/tree.py",
     "kvcore/histogram.py",
+    "kvcore/serving/arrivals.py",
     "kvcore/serving/batcher.py",
     "kvcore/serving/decode_batch.py",
     "kvcore/serving/job.py",
     "kvcore/serving/loop.py",
+    "kvcore/serving/ordering.py",
+    "kvcore/serving/service_times.py",
     "kvcore/serving/stats.py",
 )
 """What every request and every step go through, and what these read.

@@ -18,11 +18,12 @@ from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, ServingLoop
-from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
+from kvcore.serving.load import LAST, Queue, finished_work, moments, offered_load
+from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import Arrivals, ServingLoop
+from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import Outcome
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys

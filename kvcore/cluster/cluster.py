@@ -30,7 +30,7 @@ from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
-from kvcore.serving.loop import NEVER, Arrivals
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Failure:
 
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
-        if self.at < 0 or self.replica < 0 or self.duration == 0:
+        if min(self.at, self.replica) < 0 or (self.duration is not None and self.duration < 1):
             msg = (
                 f"{self}: give a replica from 0 on, a time from 0 on, and some time to be gone"
             )
@@ -84,12 +84,12 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
-        gone = "" if self.duration is None else f",for={_seconds(self.duration)}"
-        return f"replica={self.replica},at={_seconds(self.at)}{gone}"
+        gone = "" if self.duration is None else f",for={exact_seconds(self.duration)}"
+        return f"replica={self.replica},at={exact_seconds(self.at)}{gone}"
 
 
-def _seconds(ns: int) -> str:
-    """Return a time in seconds, exactly."""
+def exact_seconds(ns: int) -> str:
+    """Return a time in seconds, exactly, as `parse_seconds` reads it."""
     whole, rest = divmod(ns, NS_PER_S)
     return f"{whole}.{rest:09d}".rstrip("0").rstrip(".")
 
@@ -293,24 +293,37 @@ class Cluster:
     def _route(self, request: Request, now: int, arrival: int) -> None:
         """ARRIVAL: send a request to the replica that the router picks."""
         if not self.dispatcher.up:
-            if self._returns:
-                self._held.append((arrival, request))
-            else:
-                self._refuse(request, now, arrival, "all replicas have failed")
+            self._hold(request, now, arrival, "all replicas have failed")
             return
-        self._now = now
-        replica = self.dispatcher.route(request, now)
-        if replica is None:
+        server = self._dispatch(self.dispatcher, request, now, arrival)
+        if server is None:
             self._refuse(request, now, arrival, "the router refused it")
             return
+        server.loop.receive(request, now, arrival)
+        self._touch(server, now)
+
+    def _hold(self, request: Request, now: int, arrival: int, why: str) -> None:
+        """Keep a request until a replica is up again, or refuse it where none will be."""
+        if self._returns:
+            self._held.append((arrival, request))
+        else:
+            self._refuse(request, now, arrival, why)
+
+    def _dispatch(
+        self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str = ""
+    ) -> Server | None:
+        """Route a request within a pool; return the replica, or None if it was refused."""
+        self._now = now
+        replica = pool.route(request, now)
+        if replica is None:
+            return None
         server = self.servers[replica.number]
         if self._trace is not None:
-            self._trace.route(now, request, replica.number, replica.hit_tokens)
+            self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
         server.sent[request.id] = arrival, request
         if server.number in self._scaler_of:
             self._scaler_of[server.number].sent(request.prompt_tokens)
-        server.loop.receive(request, now, arrival)
-        self._touch(server, now)
+        return server
 
     def _clock(self) -> int:
         """Return when (ns) a request was routed last."""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvcore.cluster.cluster import MOVED, Cluster
+from kvcore.cluster.cluster import MOVED, Cluster, exact_seconds
 from kvcore.cluster.planner import Autoscaler, Phase, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.result import Phases, Transfers
@@ -130,10 +130,9 @@ class Split:
 
     def __str__(self) -> str:
         """Return the split as `parse` reads it."""
-        seconds = f"{self.latency / NS_PER_S:.9f}".rstrip("0").rstrip(".")
         fields = attrs.asdict(self) | {
             "bandwidth": f"{self.bandwidth}B",
-            "latency": f"{seconds}s",
+            "latency": f"{exact_seconds(self.latency)}s",
         }
         return ",".join(f"{name}={value}" for name, value in fields.items())
 
@@ -431,7 +430,6 @@ class PhaseCluster(Cluster):
 
     def _route(self, request: Request, now: int, arrival: int) -> None:
         """ARRIVAL: send a request to a replica that prefills, or that does both."""
-        self._now = now
         name = "prefill"
         pool, mixed = self.pools["prefill"], self.pools["mixed"]
         least = min((each.waiting_tokens for each in pool.up), default=None)
@@ -444,10 +442,7 @@ class PhaseCluster(Cluster):
         ):
             pool, name = mixed, "mixed"
         if not pool.up:
-            if self._returns:
-                self._held.append((arrival, request))
-            else:
-                self._refuse(request, now, arrival, "all replicas that prefill have failed")
+            self._hold(request, now, arrival, "all replicas that prefill have failed")
             return
         splits = name == "prefill" and request.output_tokens > 1
         leg = "prefill" if splits else ""
@@ -463,21 +458,6 @@ class PhaseCluster(Cluster):
             sent = attrs.evolve(request, output_tokens=1, output_keys=())
         server.loop.receive(sent, now, arrival)
         self._touch(server, now)
-
-    def _dispatch(
-        self, pool: Dispatcher, request: Request, now: int, arrival: int, leg: str
-    ) -> Server | None:
-        """Route a request within a pool; return the replica, or None if refused."""
-        replica = pool.route(request, now)
-        if replica is None:
-            return None
-        server = self.servers[replica.number]
-        server.sent[request.id] = arrival, request
-        if server.number in self._scaler_of:
-            self._scaler_of[server.number].sent(request.prompt_tokens)
-        if self._trace is not None:
-            self._trace.route(now, request, replica.number, replica.hit_tokens, leg)
-        return server
 
     def _send(self, move: Move, now: int) -> None:
         """Send a request to a replica that decodes, which asks for its K/V when it has room."""

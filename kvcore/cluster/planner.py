@@ -11,21 +11,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar, Literal
 
 import attrs
 
-from kvcore.cluster.replica import Server as ReplicaServer
+from kvcore.cluster.replica import Server
 from kvcore.errors import InputError
+from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.options import instantiate, nearest, parse
 from kvcore.request import SLO
 from kvcore.serving.latency import LatencyModel, StepWork
-from kvcore.units import NS_PER_S, PS_PER_S
+from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 
 Phase = Literal["both", "prefill", "decode"]
 """What the replicas of a pool do."""
+
+LONGEST_S = INT64_LIMIT // NS_PER_S
+"""Seconds up to the end of the clock."""
 
 
 @attrs.frozen
@@ -52,7 +56,7 @@ class Demand:
 
 
 @attrs.frozen
-class Server:
+class Profile:
     """What one replica can do by its latency model, as a profile of an engine would show.
 
     Attributes:
@@ -68,10 +72,7 @@ class Server:
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds to prefill `tokens` tokens in a step of their own."""
         count = max(ceil(tokens), 1)
-        pairs = tuple(
-            count * (count + 1) // 2 if w is None else _windowed(count, w)
-            for w in self.latency.windows
-        )
+        pairs = tuple(attended_pairs(0, count, window) for window in self.latency.windows)
         work = StepWork(count, pairs, 0, (0,) * len(pairs))
         return self.latency.duration(work) / PS_PER_S
 
@@ -119,12 +120,6 @@ class Server:
         return self.latency.duration(work) / PS_PER_S
 
 
-def _windowed(tokens: int, window: int) -> int:
-    """Count the (query, key) pairs of a prompt under an attention window."""
-    full = min(tokens, window)
-    return full * (full + 1) // 2 + (tokens - full) * window
-
-
 @attrs.define(eq=False, kw_only=True)
 class Planner(Plugin):
     """Decides how many replicas a pool has.
@@ -158,20 +153,25 @@ class Planner(Plugin):
         if self.most and not self.least <= (self.start or self.least) <= self.most:
             msg = f"planner {self.name!r}: give least <= start <= most"
             raise InputError(msg)
-        if self.interval <= 0 or self.start_up < 0 or self.cool_down < 0:
-            msg = f"planner {self.name!r}: give an interval above 0 s, and no negative times"
+        times = self.interval, self.start_up, self.cool_down
+        # Each is whole nanoseconds of a clock that ends at 2^63.
+        if self.interval * NS_PER_S < 1 or not 0 <= min(times) <= max(times) < LONGEST_S:
+            msg = (
+                f"planner {self.name!r}: give an interval above 0 s, in whole ns, no negative "
+                "times, and none of 292 years"
+            )
             raise InputError(msg)
 
     @abstractmethod
     def wanted(
-        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+        self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return how many replicas the pool should have from now on.
 
         Args:
             demand: of the interval that has just ended.
             replicas: that the pool has, those that start up included.
-            server: what one of them can do.
+            profile: what one of them can do.
             slo: what the requests expect.
             phase: what they do.
         """
@@ -192,10 +192,16 @@ class ThroughputPlanner(Planner):
 
     name: ClassVar[str] = "throughput"
 
-    headroom: float = 1.0
+    headroom: float = attrs.field(default=1.0)
+
+    @headroom.validator
+    def _is_factor(self, _: object, value: float) -> None:
+        if not 0 < value < inf:
+            msg = f"planner {self.name!r}: headroom={value}: give a factor above 0, such as 1.2"
+            raise InputError(msg)
 
     def wanted(
-        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+        self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return the rate over what one replica can do, times `headroom`, rounded up."""
         del replicas
@@ -206,14 +212,14 @@ class ThroughputPlanner(Planner):
         if phase != "decode":
             ttft_s = None if slo.ttft_ns is None else slo.ttft_ns / NS_PER_S
             tokens = demand.prompt_tokens * (1 - demand.hit)
-            need += rate / server.prefill_rps(tokens, ttft_s)
+            need += rate / profile.prefill_rps(tokens, ttft_s)
             if ttft_s is not None:
-                floor = ceil(server.prefill_s(tokens) / ttft_s)
+                floor = ceil(profile.prefill_s(tokens) / ttft_s)
         if phase != "prefill" and demand.output_tokens > 1:
             tpot_s = None if slo.tpot_ns is None else slo.tpot_ns / NS_PER_S
             context = demand.prompt_tokens + demand.output_tokens / 2
             held = demand.prompt_tokens + demand.output_tokens
-            need += rate / server.decode_rps(context, demand.output_tokens, held, tpot_s)
+            need += rate / profile.decode_rps(context, demand.output_tokens, held, tpot_s)
         return max(ceil(need - 1e-9), floor)
 
 
@@ -231,16 +237,22 @@ class LoadPlanner(Planner):
 
     name: ClassVar[str] = "load"
 
-    memory: int = 20
+    memory: int = attrs.field(default=20)
     margin: float = 0.8
 
     _samples: deque[tuple[float, float]] = attrs.field(factory=deque, init=False)
 
+    @memory.validator
+    def _is_count(self, _: object, value: int) -> None:
+        if value < 1:
+            msg = f"planner {self.name!r}: memory={value}: give 1 interval or more"
+            raise InputError(msg)
+
     def wanted(
-        self, demand: Demand, replicas: int, server: Server, slo: SLO, phase: Phase
+        self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return one replica more or less, or as many as there are."""
-        del server
+        del profile
         limit_ns = slo.tpot_ns if phase == "decode" else slo.ttft_ns
         if demand.latency is None or limit_ns is None:
             return replicas if demand.requests else max(replicas - 1, self.least)
@@ -331,7 +343,7 @@ class Autoscaler:
     def __init__(
         self,
         planner: Planner,
-        servers: Sequence[ReplicaServer],
+        servers: Sequence[Server],
         slo: SLO | None,
         phase: Phase = "both",
     ) -> None:
@@ -387,12 +399,12 @@ class Autoscaler:
         demand = self._demand()
         have = len(self._since)
         sample = next(iter(self._servers.values())).loop
-        able = Server(
+        profile = Profile(
             sample.latency,
             sample.cache.pool.blocks * sample.cache.geometry.block_size,
             sample.batcher.batching.max_seqs,
         )
-        wanted = self.planner.wanted(demand, have, able, self._slo, self._phase)
+        wanted = self.planner.wanted(demand, have, profile, self._slo, self._phase)
         wanted = min(max(wanted, self.planner.least), self._most)
         if wanted < have and now < self._calm_until:
             return []
@@ -414,7 +426,7 @@ class Autoscaler:
         self.changes += changes
         return changes
 
-    def stopped(self, server: ReplicaServer, now: int) -> None:
+    def stopped(self, server: Server, now: int) -> None:
         """Called when a replica that was to stop has ended its requests."""
         assert server.draining is not None
         self.rented += now - server.draining

@@ -17,16 +17,8 @@ from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
-from kvcore.serving.result import (
-    SCHEMA,
-    HitRatio,
-    Outcome,
-    Result,
-    Saturation,
-    hit_fields,
-    joined,
-    saturation_of,
-)
+from kvcore.serving.load import Saturation, saturation_of
+from kvcore.serving.result import SCHEMA, HitRatio, Reported, Result, hit_fields
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 
@@ -100,7 +92,7 @@ class Phases:
 
 
 @attrs.frozen(slots=False, eq=False)
-class ClusterResult(Outcome):
+class ClusterResult(Reported):
     """The result of a cluster. What one server has too is called as in its `Result`.
 
     Attributes:
@@ -188,23 +180,17 @@ class ClusterResult(Outcome):
             for lives in self.lives
         ]
 
-    @cached_property
-    def requests(self) -> dict[str, list[Any]]:
-        """The requests by column, as those of a `Result`, with their `replica`."""
-        return joined(self.request_parts())
-
     def request_parts(self) -> Iterator[dict[str, list[Any]]]:
-        """Yield `requests`, some rows at a time."""
-        one = self.lives[0][0]
-        whole = Result(self.log, one.cache, one.batching, one.latency, None)
+        """Yield `requests` with their `replica`, some rows at a time."""
         replicas = iter(self.replica)
-        for part in whole.request_parts():
+        for part in super().request_parts():
             ids = part["id"]
             yield {"id": ids, "replica": list(islice(replicas, len(ids))), **part}
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
         log = self.log
+        replicas = [self._replica(number) for number in range(len(self.lives))]
         shares = {"requests": Share.of(self.served), "busy": Share.of(self.busy_s)}
         return {
             "schema": SCHEMA,
@@ -213,10 +199,7 @@ class ClusterResult(Outcome):
             "saturation": None if self.saturation is None else self.saturation.as_dict(),
             "steps": log.steps,
             "wall_s": self.wall_s,
-            "evicted_blocks": sum(
-                each.cache.tree.evicted_blocks + each.cache.tree.expired_blocks
-                for each in chain.from_iterable(self.lives)
-            ),
+            "evicted_blocks": sum(each["evicted_blocks"] for each in replicas),
             "hit": hit_fields(self.stats),
             "lost_tokens": self.stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
@@ -231,7 +214,7 @@ class ClusterResult(Outcome):
                 name: None if share is None else attrs.asdict(share)
                 for name, share in shares.items()
             },
-            "replicas": [self._replica(number) for number in range(len(self.lives))],
+            "replicas": replicas,
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
             **({} if self.phases is None else {"phases": self._phases(self.phases)}),
         }
@@ -267,6 +250,7 @@ class ClusterResult(Outcome):
         """Return the numbers of a replica, over all its lives."""
         lives = self.lives[number]
         span = self.simulated_s
+        trees = [each.cache.tree for each in lives]
         return {
             "replica": number,
             "blocks": lives[-1].cache.pool.blocks,
@@ -277,7 +261,7 @@ class ClusterResult(Outcome):
             "failures": len(lives) - 1 if self.rented_ns is None else 0,
             "ttft_s": self._mean_ttft_s[number],
             "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
-            "evicted_blocks": sum(each.cache.tree.evicted_blocks for each in lives),
+            "evicted_blocks": sum(t.evicted_blocks + t.expired_blocks for t in trees),
         }
 
     @cached_property
@@ -294,9 +278,6 @@ class ClusterResult(Outcome):
             ns / count / NS_PER_S if count else None
             for ns, count in zip(sums, counts, strict=True)
         ]
-
-    to_frame = Result.to_frame
-    write = Result.write
 
 
 _ROW_BITS = 40

@@ -22,7 +22,7 @@ from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.acceptance import DraftedStep, write_acceptance
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.result import Result
-from kvcore.serving.simulate import check_cache, serve
+from kvcore.serving.simulate import check_cache, serve, serving_parts
 
 if TYPE_CHECKING:
     from kvcore.serving.drafter import Drafter
@@ -121,10 +121,7 @@ def run(
         StorageError: the pool does not fit into the device's memory.
     """
     check_cache(cache, "run")
-    scheduler = resolve("scheduler", scheduler, "fcfs")
-    latency = resolve("latency", latency, "roofline")
-    latency.bind()
-    batching = Batching() if batching is None else batching
+    scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
     if batching.commit == "scheduled" and scheduler.preemptive:
         msg = (
             f"commit='scheduled' with scheduler {scheduler.name!r}, which pauses: blocks could "

@@ -1,17 +1,11 @@
 """The serving loop: continuous batching under a clock, simulated or on tensors."""
 
+from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
+from kvcore.serving.load import Saturation
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.result import HitRatio, Result, Saturation
-from kvcore.serving.scheduler import (
-    Batching,
-    DecodeSteps,
-    Job,
-    LoopState,
-    Scheduler,
-    ServiceTimes,
-    StepPlan,
-)
+from kvcore.serving.result import HitRatio, Result
+from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
 from kvcore.serving.simulate import simulate
 from kvcore.serving.stats import Fragmentation, Percentiles
 

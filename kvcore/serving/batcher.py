@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from kvcore.cache import EvictionPolicy, KVCache
+from kvcore.cache import KVCache
 from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError
-from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.plugins import find_override, policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
-from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
+from kvcore.serving.ordering import JobOrder, WaitingQueue
+from kvcore.serving.scheduler import (
+    Batching,
+    LoopState,
+    Scheduler,
+    ServiceTimes,
+    StepPlan,
+    TokenRatio,
+)
 
 if TYPE_CHECKING:
     from kvcore.tiers import Load
@@ -25,127 +31,6 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 4096
 """Tokens still to be generated that an admission counts of one request at most."""
-
-
-class TokenRatio:
-    """The share of what running jobs will generate that an admission leaves room for.
-
-    It falls with each decode step, over 600 of them to 0.14 of what it was given as. A
-    preemption sets it to what the jobs left have generated, and 20 tokens more each, of all
-    that they will. When nothing runs it starts anew. O(1) for any number of steps.
-
-    Source: `new_token_ratio` of SGLang 0.5 and its constants.
-    """
-
-    __slots__ = ("_first", "_since", "_value")
-
-    def __init__(self, first: float) -> None:
-        """Start with the share `first`, at decode step 0."""
-        self._first = self._value = first
-        self._since = 0
-
-    def at(self, step: int) -> float:
-        """Return the share after `step` decode steps."""
-        if step <= self._since:
-            return self._value
-        low = self._first * 0.14
-        return max(self._value - (step - self._since) * (self._first - low) / 600, low)
-
-    def restart(self, step: int) -> None:
-        """Reset to the initial ratio: nothing runs."""
-        self._value, self._since = self._first, step
-
-    def preempted(self, left: Iterable[Job], step: int) -> None:
-        """Set the share by the jobs that are left, in the step that has preempted others."""
-        jobs = list(left)
-        generated = sum(job.generated for job in jobs) + 20 * len(jobs)
-        self._value = min(1.0, generated / (sum(job.output_tokens for job in jobs) + 1))
-        self._since = step + 1
-
-
-Entry: TypeAlias = tuple[Any, bool, int, Job]
-"""(rank, whether it holds no blocks, order of arrival, the job): what the queue sorts by."""
-
-_SLACK: Final = 4
-"""Entries that the heap may hold for each waiting job before it is rebuilt."""
-
-
-class WaitingQueue:
-    """Waiting jobs: a heap by rank, and the order in which they queued up.
-
-    Among equals jobs that hold blocks go first, then those that arrived first. The eviction
-    policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
-
-    Attributes:
-        entries: the jobs, in the order in which they queued up, and their places in the heap.
-    """
-
-    __slots__ = ("_heap", "_on_dequeued", "_on_queued", "entries")
-
-    def __init__(self, *evictions: EvictionPolicy) -> None:
-        self.entries: OrderedDict[Job, Entry] = OrderedDict()
-        self._heap: list[Entry] = []
-        self._on_queued, self._on_dequeued = (
-            [
-                (policy, method)
-                for policy in evictions
-                if (method := find_override(policy, name)) is not None
-            ]
-            for name in ("on_queued", "on_dequeued")
-        )
-
-    def __len__(self) -> int:
-        """Return the number of waiting jobs."""
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Job]:
-        """Yield the jobs in the order in which they queued up, the preempted ones first."""
-        return iter(self.entries)
-
-    def __contains__(self, job: object) -> bool:
-        """Return True if `job` waits."""
-        return job in self.entries
-
-    def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Add `job` by its rank, or rank it anew; at the front of the order of entry."""
-        entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._on_queued and job not in self.entries:
-            for policy, on_queued in self._on_queued:
-                try:
-                    on_queued(job.known_request(), now, front=front)
-                except FAILURES as error:
-                    raise policy_error(policy, "on_queued", error) from error
-        entries, heap = self.entries, self._heap
-        entries[job] = entry
-        if front:
-            entries.move_to_end(job, last=False)
-        # An entry that a job had before stays in the heap, and is dropped when it surfaces.
-        heappush(heap, entry)
-        if len(heap) > _SLACK * (len(entries) + _SLACK):
-            heap[:] = entries.values()
-            heapify(heap)
-
-    def head(self) -> Job | None:
-        """Return the first job in rank; None without jobs."""
-        heap, entries = self._heap, self.entries
-        while heap:
-            entry = heap[0]
-            job = entry[3]
-            if entries.get(job) == entry:
-                return job
-            heappop(heap)
-        return None
-
-    def remove(self, job: Job, now: int) -> None:
-        """Remove `job`."""
-        del self.entries[job]
-        if not self._on_dequeued:
-            return
-        for policy, on_dequeued in self._on_dequeued:
-            try:
-                on_dequeued(job.known_request(), now)
-            except FAILURES as error:
-                raise policy_error(policy, "on_dequeued", error) from error
 
 
 _PATIENCE: Final = 100
@@ -178,8 +63,8 @@ class Batcher:
     # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
         "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
-        "_by_length", "_cache", "_changes_at", "_chunked", "_finished", "_full",
-        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_prefilling", "_publishes",
+        "_by_length", "_cache", "_changes", "_chunked", "_finished", "_full",
+        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_prefilling", "_publishes",
         "_queued", "_ranks", "_ratio", "_reserve", "_scheduler", "_steps", "_tiers",
         "_ties", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
         "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
@@ -220,6 +105,7 @@ class Batcher:
         self._cache = cache
         self._tiers = cache.tiers
         self._scheduler = scheduler
+        self._order = JobOrder(scheduler)
         self.batching = batching
         self._batch = batch
         self._steps = batch.steps
@@ -244,7 +130,7 @@ class Batcher:
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
         self._ranks = not find_override(scheduler, "plan")
-        self._changes_at = find_override(scheduler, "changes_at")
+        self._changes = find_override(scheduler, "changes_at")
         self._queued = find_override(scheduler, "queued")
         self._admitted = find_override(scheduler, "admitted")
         self._finished = find_override(scheduler, "finished")
@@ -259,7 +145,7 @@ class Batcher:
         except TypeError as error:
             raise policy_error(self._scheduler, "priority", error) from error
         if self._queued is not None:
-            self._call("queued", self._queued, job, now)
+            self._order.call("queued", self._queued, job, now)
         self.changed = True
 
     def prefetch(self, request: Request, now: int, arrival: int) -> None:
@@ -352,12 +238,12 @@ class Batcher:
         self.blocked_job, self._full = None, False
         self.changed = True
         if self._finished is not None:
-            self._call("finished", self._finished, job, now)
+            self._order.call("finished", self._finished, job, now)
 
     def ended(self, job: Job, now: int) -> None:
         """Call the scheduler's `finished` for `job`, which ran and was given up."""
         if self._finished is not None:
-            self._call("finished", self._finished, job, now)
+            self._order.call("finished", self._finished, job, now)
 
     def abort(self, job: Job, now: int) -> bool:
         """Remove `job` from the server before its end, and free its slot and blocks.
@@ -392,7 +278,7 @@ class Batcher:
         self.waiting.remove(job, now)
         self.paused.pop(job, None)
         if self._withdrawn is not None:
-            self._call("withdrawn", self._withdrawn, job, now)
+            self._order.call("withdrawn", self._withdrawn, job, now)
 
     def _grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
@@ -412,8 +298,8 @@ class Batcher:
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
             if preemptive:
-                ranks = {job: (self._priority(job, now), job.serial) for job in ongoing}
-                self._call("priority", ongoing.sort, key=ranks.__getitem__)
+                ranks = {job: (self._order.priority(job, now), job.serial) for job in ongoing}
+                self._order.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers, offered_all = None if self._ranks else self._offers(now), False
         self._budget = self.batching.max_tokens
@@ -510,27 +396,17 @@ class Batcher:
             self._cache.available_blocks,
             self.server,
         )
-        plan: StepPlan = self._call("plan", self._scheduler.plan, state)
-        if not isinstance(plan, StepPlan):
-            name = self._scheduler.name
-            msg = f"scheduler plugin {name!r}: plan() returned {plan!r}, which is no StepPlan"
-            raise PolicyError(msg)
-        for job in self._each(plan.pause):
+        plan = self._order.plan(state)
+        for job in self._order.jobs(plan.pause):
             if job not in self.running:
                 self._refuse_plan(job, "paused", "is not running")
             if job.stage not in (LOADING, DONE):
                 self._pause(job, now)
         return self._checked(plan)
 
-    def _each(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        """Yield `jobs`, which a plan may make up as it is asked."""
-        jobs = self._call("plan", iter, jobs)
-        while (job := self._call("plan", next, jobs, None)) is not None:
-            yield job
-
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
         """Yield the jobs that `plan` admits, which must be waiting."""
-        for job in self._each(plan.admit):
+        for job in self._order.jobs(plan.admit):
             if job.stage == LOADING:
                 continue  # it was admitted, and waits for its blocks
             if job not in self.waiting:
@@ -542,7 +418,14 @@ class Batcher:
         head = self.waiting.head() if self._ranks else None
         if head is None:
             return False
-        return bool(self._call("priority", lt, head.rank, self._priority(other, now)))
+        return bool(
+            self._order.call(
+                "priority",
+                lt,
+                head.rank,
+                self._order.priority(other, now),
+            )
+        )
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
@@ -551,7 +434,7 @@ class Batcher:
         if not (self._chunked or self._in_one(job, now)):
             return False
         if len(self.running) >= self._max_seqs:
-            last = self._call("priority", self._behind, job, now)
+            last = self._order.call("priority", self._behind, job, now)
             if last is None:
                 return False
             # Asked before the pause: it would be for nothing if the blocks are missing.
@@ -567,7 +450,7 @@ class Batcher:
         self.waiting.remove(job, now)
         self.running[job] = None
         if self._admitted is not None:
-            self._call("admitted", self._admitted, job, now)
+            self._order.call("admitted", self._admitted, job, now)
         return True
 
     def _in_one(self, job: Job, now: int) -> bool:
@@ -588,7 +471,7 @@ class Batcher:
             for other in self.running
             if job.rank < other.rank and other.stage not in (LOADING, DONE)
         ]
-        ranks = {other: (self._priority(other, now), other.serial) for other in behind}
+        ranks = {other: (self._order.priority(other, now), other.serial) for other in behind}
         last = max(ranks, key=ranks.__getitem__, default=None)
         return None if last is None or not job.rank < ranks[last][0] else last
 
@@ -790,11 +673,11 @@ class Batcher:
 
         def order(job: Job) -> tuple[Any, int]:
             assert job.seq is not None
-            return self._priority(job, now), job.seq.admission if latest else job.arrival
+            return self._order.priority(job, now), job.seq.admission if latest else job.arrival
 
         # Blocks that a transfer writes into cannot be given to another.
         held = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
-        last: Job = self._call("priority", max, held, key=order)
+        last: Job = self._order.call("priority", max, held, key=order)
         return last
 
     def _shortest(self, now: int) -> Job:
@@ -843,16 +726,12 @@ class Batcher:
             raise PolicyError(msg)
 
     def _rank(self, job: Job, now: int) -> None:
-        """Return the priority of a waiting job, and when to ask for it again."""
-        job.rank = self._priority(job, now)
-        if self._changes_at is not None:
-            due = self._call("changes_at", self._changes_at, job, now)
-            if due is None:
-                return
-            if type(due) is not int or due <= now:
-                why = f"{due!r} at {now} ns: give whole ns after that, or None"
-                raise wrong_answer(self._scheduler, f"changes_at() of {job!r}", why)
-            heappush(self.timers, (due, job.serial, job))
+        """Set the rank of a waiting job, and schedule when to do so again."""
+        job.rank = self._order.priority(job, now)
+        if self._changes is not None:
+            due = self._order.changes_at(job, now)
+            if due is not None:
+                heappush(self.timers, (due, job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
         """TIMER: rank `job` anew, if it still waits."""
@@ -860,33 +739,6 @@ class Batcher:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
-
-    def _priority(self, job: Job, now: int) -> Any:
-        """Return the priority of `job` at this moment."""
-        try:
-            priority = self._scheduler.priority(job, now)
-            # NaN is not before, equal to or after any priority.
-            unordered = priority is None or priority != priority  # noqa: PLR0124
-        except FAILURES as error:
-            raise_policy_error(self._scheduler, "priority", error)
-        if unordered:
-            hint = ": is a `return` missing?" if priority is None else ""
-            why = f"{priority!r}, which has no place in an order{hint}"
-            raise wrong_answer(self._scheduler, f"priority() of {job!r}", why)
-        return priority
-
-    def _call(
-        self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
-    ) -> Any:
-        """Call a method of the scheduler, or what compares its answers, as `method`.
-
-        Raises:
-            PolicyError: it failed, or what it asked for did.
-        """
-        try:
-            return function(*arguments, **options)
-        except FAILURES as error:
-            raise_policy_error(self._scheduler, method, error)
 
     def _refuse_plan(self, job: Job, what: str, why: str) -> None:
         """Refuse a plan that cannot be carried out."""

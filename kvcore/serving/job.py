@@ -95,47 +95,31 @@ class Job:
         steps: DecodeSteps,
         target: int,
         slo: SLO | None = None,
-        stage: str = WAITING,
-        seq: Sequence | None = None,
-        computed: int = 0,
-        rank: Any = None,
-        data: Any = None,
-        admitted: int | None = None,
-        first_token: int | None = None,
-        hit: int = 0,
-        loaded: int = 0,
-        pauses: int = 0,
-        recomputes: int = 0,
-        swaps: int = 0,
-        last_token_ps: int = 0,
-        output_tokens: int | None = None,
-        named_keys: tuple[Key, ...] = (),
-        generated_before: int = 0,
-        joined: int | None = None,
     ) -> None:
+        """Create a job that waits, with nothing computed."""
         self.request = request
         self.serial = serial
         self.arrival = arrival
         self.steps = steps
         self.target = target
         self.slo = slo
-        self.stage = stage
-        self.seq = seq
-        self.computed = computed
-        self.rank = rank
-        self.data = data
-        self.admitted = admitted
-        self.first_token = first_token
-        self.hit = hit
-        self.loaded = loaded
-        self.pauses = pauses
-        self.recomputes = recomputes
-        self.swaps = swaps
-        self.last_token_ps = last_token_ps
-        self.output_tokens = request.output_tokens if output_tokens is None else output_tokens
-        self.named_keys = named_keys
-        self.generated_before = generated_before
-        self.joined = joined
+        self.stage: str = WAITING
+        self.seq: Sequence | None = None
+        self.computed = 0
+        self.rank: Any = None
+        self.data: Any = None
+        self.admitted: int | None = None
+        self.first_token: int | None = None
+        self.hit = 0
+        self.loaded = 0
+        self.pauses = 0
+        self.recomputes = 0
+        self.swaps = 0
+        self.last_token_ps = 0
+        self.output_tokens = request.output_tokens
+        self.named_keys: tuple[Key, ...] = ()
+        self.generated_before = 0
+        self.joined: int | None = None
 
     @property
     def generated(self) -> int:

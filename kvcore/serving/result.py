@@ -1,21 +1,12 @@
-"""The result of a run: one row a request, a summary, and both as files.
-
-And how much was asked of the server: offered load, and whether its queue grew to the end.
-"""
+"""The result of a run: one row a request, a summary, and both as files."""
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import accumulate, chain, compress, pairwise, repeat
-from math import floor, sqrt
-from operator import add, mul, sub
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import attrs
 import orjson
@@ -23,11 +14,11 @@ import orjson
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
-from kvcore.models.cost import attended_pairs
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugin, describe
 from kvcore.request import SLO, Request
-from kvcore.serving.latency import Executor, LatencyModel, StepWork
+from kvcore.serving.latency import Executor, LatencyModel
+from kvcore.serving.load import Saturation, finished_work, offered_load, saturation_of
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import (
     MET,
@@ -38,7 +29,7 @@ from kvcore.serving.stats import (
     Times,
     mean_gaps,
 )
-from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S, format_number
+from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore.workloads import Workload
 
 SCHEMA = 1
@@ -47,22 +38,6 @@ SCHEMA = 1
 def _between(begin: Iterable[int], end: Iterable[int]) -> Times:
     """Return the times from `begin` to `end`, where there is an end."""
     return Times(lambda: (b - a for a, b in zip(begin, end, strict=True) if b >= 0))
-
-
-def _of_finished(log: RunLog, *names: str) -> Iterator[list[Sequence[int]]]:
-    """Yield these columns of the requests that finished, some rows at a time."""
-    columns = log.columns()
-    for finish, *parts in zip(*(columns[n].parts() for n in ("finish", *names)), strict=True):
-        if log.reasons:
-            done = [time >= 0 for time in finish]
-            yield [array("q", compress(part, done)) for part in parts]
-        else:
-            yield parts
-
-
-def _column_of_finished(log: RunLog, name: str) -> Times:
-    """Return one of the columns of the requests that finished."""
-    return Times(lambda: chain.from_iterable(part for (part,) in _of_finished(log, name)))
 
 
 def hit_fields(stats: CacheStats) -> dict[str, Any]:
@@ -102,290 +77,6 @@ def record_run(
         rate_scale=rate_scale,
         **expected,
     )
-
-
-FEWEST = 30
-"""Requests below which a queue is too short to have a trend."""
-
-STEPS = 10
-"""Times at which jobs are admitted, below which one long step may be all there is to see."""
-
-MOMENTS = 64
-"""Into how many parts the time of arrivals is divided to look at the queue."""
-
-LAST = MOMENTS // 4
-"""The last moments, at which the queue of a server that is too slow is never empty."""
-
-
-@attrs.frozen
-class Saturation:
-    """Whether the queue of a run grew until the last arrival, told from the run itself.
-
-    Attributes:
-        saturated: whether it did.
-        waiting_half, waiting_end: requests that wait, in the mean of the eighth of the time
-            of arrivals before its half and before its end.
-        arrivals_per_s: requests that come in a second, from the first arrival to the last.
-        served_per_s: requests that finish in a second, from the first arrival to the last
-            finish.
-    """
-
-    saturated: bool
-    waiting_half: float
-    waiting_end: float
-    arrivals_per_s: float
-    served_per_s: float
-
-    @property
-    def why(self) -> str:
-        """The figures in words."""
-        come, served, half, end = map(
-            format_number,
-            (self.arrivals_per_s, self.served_per_s, self.waiting_half, self.waiting_end),
-        )
-        return (
-            f"{come} requests/s come and {served}/s are served; {half} wait at half time, "
-            f"{end} when the last ones arrive"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON, without what would hold, which is searched for on demand."""
-        return {**attrs.asdict(self), "why": self.why, "holds": None}
-
-
-def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation | None:
-    """Return whether the queue of a run grew until the last arrival. O(n).
-
-    None if that cannot be told: fewer than `FEWEST` requests finished, or all came at once.
-    A queue has grown if it is longer at the end of arrivals than at half time, and at the
-    end longer than chance makes it: than twice the root of the number of requests. Where
-    the offered load is above 1 that is all. Elsewhere, besides, it was never empty in the
-    last quarter of the time, so that requests that come in a burst do not count, and
-    jobs were admitted at `STEPS` times of the second half: else one step is all there was.
-    """
-    came, admitted, finished = (
-        _column_of_finished(log, name) for name in ("arrival", "admitted", "finish")
-    )
-    queue = Queue.of(came, admitted, finished, max_seqs)
-    if queue is None:
-        return None
-    overloaded = load is not None and load > 1
-    saturated = queue.grows and (overloaded or queue.persists)
-    come_per_s = (queue.requests - 1) * NS_PER_S / queue.span
-    served_per_s = queue.requests * NS_PER_S / (max(finished) - queue.first)
-    return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
-
-
-@attrs.frozen
-class Queue:
-    """The requests that waited in a run, as of its last arrival.
-
-    What is known then is final, but for `persists`, which may become true later if too few
-    jobs were admitted so far.
-
-    Attributes:
-        requests: how many came.
-        first: when the first of them came, ns.
-        span: ns from the first arrival to the last.
-        half, end: requests that wait before half of the time, and before its end.
-        grows: whether it is longer at the end than before, and than chance makes it.
-        persists: whether it was never empty at the end, and jobs were admitted often.
-    """
-
-    requests: int
-    first: int
-    span: int
-    half: float
-    end: float
-    grows: bool
-    persists: bool
-
-    @classmethod
-    def of(
-        cls,
-        came: Iterable[int],
-        admitted: Iterable[int],
-        finished: Iterable[int],
-        max_seqs: int,
-    ) -> Queue | None:
-        """Return the queue, by times (ns) in any order; None if no trend can be told.
-
-        They are iterated over more than once. O(n), in memory that does not grow with n.
-        """
-        first, last = min(came, default=0), max(came, default=0)
-        requests, span = sum(1 for _ in came), last - first
-        if requests < FEWEST or not span:
-            return None
-        times = moments(first, last)
-        before = _counts(bisect_right, times, came)
-        started = _counts(bisect_left, times, admitted)
-        ended = _counts(bisect_left, times, finished)
-        # Those admitted may be paused: more than `max_seqs` cannot be running.
-        queue = [
-            here - min(begun, done + max_seqs)
-            for here, begun, done in zip(before, started, ended, strict=True)
-        ]
-        eighth, middle = MOMENTS // 8, MOMENTS // 2
-        half = sum(queue[middle - eighth + 1 : middle + 1]) / eighth
-        end = sum(queue[-eighth:]) / eighth
-        later: set[int] = set()
-        for at in admitted:
-            if at > first + span // 2:
-                later.add(at)
-                if len(later) == STEPS:
-                    break
-        return cls(
-            requests,
-            first,
-            span,
-            half,
-            end,
-            end > half and end > 2 * sqrt(requests),
-            len(later) == STEPS and min(queue[-LAST:]) > 0,
-        )
-
-
-def _counts(
-    place: Callable[[list[int], int], int], times: list[int], events: Iterable[int]
-) -> list[int]:
-    """Count the `events` that came before each of `times`, where `place` says they lie."""
-    places = Counter(map(place, repeat(times), events))
-    return list(accumulate(places[at] for at in range(len(times))))
-
-
-def moments(first: int, last: int) -> list[int]:
-    """Return the times (ns) at which the queue is sampled, from those of two arrivals."""
-    return [first + (last - first) * part // MOMENTS for part in range(MOMENTS + 1)]
-
-
-Work: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
-"""Columns of some requests: arrival (ns), prompt, hit (loaded ones too) and output tokens."""
-
-
-def finished_work(log: RunLog) -> Iterator[Work]:
-    """Yield the work of the requests that finished, some rows at a time."""
-    columns = ("arrival", "prompt", "hit", "loaded", "output")
-    for arrivals, prompts, hits, loaded, outputs in _of_finished(log, *columns):
-        yield arrivals, prompts, list(map(add, hits, loaded)), outputs
-
-
-def offered_load(
-    finished: Iterable[Work],
-    batching: Batching,
-    latency: LatencyModel,
-    pool_tokens: int,
-    *,
-    forgetting: bool,
-) -> float | None:
-    """Return arrival rate times the least time a request needs; None without a rate.
-
-    The rate is that of the n requests that finished: n - 1 over the time between the first
-    and the last arrival. The least time is a fluid bound: their work (what hit does not
-    count, nor what preemption made the run compute again), spread evenly over the fewest
-    steps that hold it, divided by n. Steps are at least
-
-    - all tokens / `max_tokens`;
-    - (decode tokens + prefills, each at least one step) / `max_seqs`;
-    - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
-      the tokens that the pool holds (requests that compute the same block at the same time
-      hold it once, and are counted twice).
-
-    Of sequences that are `forgetting`, under a retention policy, it is not known here how many
-    tokens they hold and attend to: that work is not counted.
-
-    Where prefill and decode do not share steps, either has its own. One average step is
-    no longer than the mean of the steps it averages as long as a step's time is a maximum
-    of lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
-    theory, arrival rate x mean service time. Above 1 the queue grows for as long as
-    requests arrive. O(n), in memory that does not grow with n.
-
-    Args:
-        finished: the requests that finished, some at a time.
-        batching: the limits of a step.
-        latency: how long it takes.
-        pool_tokens: what the pool holds.
-        forgetting: whether there is a retention policy.
-    """
-    requests = prefill = prefills = decode = held = 0
-    times: list[int] = []
-    none = [0] * len(latency.windows)
-    pairs, context = none[:], none[:]
-    most = batching.max_tokens
-    for arrivals, prompts, hits, outputs in finished:
-        if not arrivals:
-            continue
-        times += min(arrivals), max(arrivals)
-        misses = list(map(sub, prompts, hits))
-        later = [output - 1 if output else 0 for output in outputs]
-        requests += len(arrivals)
-        prefill += sum(misses)
-        decode += sum(later)
-        if batching.chunked:
-            prefills += sum([-(-tokens // most) for tokens in misses])
-        else:  # a step holds the longest, and each prefill takes one
-            prefills += len(misses) - misses.count(0)
-            most = max(most, *misses)
-        if not forgetting:
-            for at, window in enumerate(latency.windows):
-                pairs[at] += _attended(hits, misses, window)
-                context[at] += _attended(prompts, later, window)
-            held += _attended(misses, later, None)
-    span = max(times, default=0) - min(times, default=0)
-    if not span:
-        return None
-    seats, room = batching.max_seqs, Fraction(held, pool_tokens)
-    if batching.steps == "mixed" and seats > 1:
-        fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
-        work = _time(latency, prefill, pairs, decode, context, max(fewest))
-    else:
-        steps = max(Fraction(prefill, most), Fraction(prefills, seats))
-        work = _time(latency, prefill, pairs, 0, none, steps)
-        steps = max(Fraction(decode, seats), room)
-        work += _time(latency, 0, none, decode, context, steps)
-    rate = Fraction(requests - 1, span * PS_PER_NS)
-    return float(work / requests * rate)
-
-
-def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:
-    """Count the (query, key) pairs of requests with so many tokens after such contexts."""
-    if window is not None:
-        return sum(map(attended_pairs, contexts, tokens, repeat(window)))
-    triangles = (sum(map(mul, tokens, tokens)) + sum(tokens)) // 2
-    pairs: int = sum(map(mul, contexts, tokens)) + triangles
-    return pairs
-
-
-def _time(
-    latency: LatencyModel,
-    prefill: int,
-    pairs: list[int],
-    decode: int,
-    context: list[int],
-    steps: Fraction,
-) -> Fraction:
-    """Return the picoseconds that so much work takes in `steps` equal steps.
-
-    An equal step need not be whole tokens. It is mixed from the whole batches around it,
-    those on the way from all parts rounded down to all rounded up, the largest remainder
-    first: exact where time is linear.
-    """
-    if not steps:
-        return Fraction(0)
-    parts = [part / steps for part in (prefill, decode, *pairs, *context)]
-    corner = [floor(part) for part in parts]
-    rests = [part - whole for part, whole in zip(parts, corner, strict=True)]
-    order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
-    levels = [Fraction(1), *(rests[place] for place in order), Fraction(0)]
-    time = Fraction(0)
-    for place, (upper, lower) in zip([None, *order], pairwise(levels), strict=True):
-        if place is not None:
-            corner[place] += 1
-        if upper > lower:
-            tokens, sequences, *sums = corner
-            attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])
-            work = StepWork(tokens, attended[0], sequences, attended[1])
-            time += (upper - lower) * latency.duration(work)
-    return time * steps
 
 
 SUMMARY, REQUESTS = "summary.json", "requests.jsonl"
@@ -510,6 +201,51 @@ class Outcome(Shown):
         }
 
     @cached_property
+    def requests(self) -> dict[str, list[Any]]:
+        """The requests by column, in the order in which they ended.
+
+        Made when first asked for: some 500 bytes a request. `request_parts` yields them some
+        at a time.
+        """
+        whole: dict[str, list[Any]] = {}
+        for part in self.request_parts():
+            for name, column in part.items():
+                whole.setdefault(name, []).extend(column)
+        return whole
+
+    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
+        """Yield `requests`, some rows at a time: memory holds 65,536 of them."""
+        log = self.log
+        columns = log.columns()
+        first = 0
+        for parts in zip(*(column.parts() for column in columns.values()), strict=True):
+            part = dict(zip(columns, parts, strict=True))
+            rows = range(first, first + len(part["ids"]))
+            first = rows.stop
+            came, began, ended = part["arrival"], part["first_token"], part["finish"]
+            yield {
+                "id": list(part["ids"]),
+                "status": ["rejected" if row in log.reasons else "finished" for row in rows],
+                "reason": [log.reasons.get(row) for row in rows],
+                "tenant": list(part["tenants"]),
+                "arrival_s": _seconds(came),
+                "admitted_s": _seconds(part["admitted"]),
+                "finish_s": _seconds(ended),
+                "queue_s": _seconds(_since(came, part["admitted"])),
+                "ttft_s": _seconds(_since(came, began)),
+                "tpot_s": _seconds(mean_gaps(began, ended, part["output"]), PS_PER_S),
+                "e2e_s": _seconds(_since(came, ended)),
+                "prompt": list(part["prompt"]),
+                "output": list(part["output"]),
+                "hit_tokens": list(part["hit"]),
+                "loaded_tokens": list(part["loaded"]),
+                "pauses": list(part["pauses"]),
+                "recomputes": list(part["recomputes"]),
+                "swaps": list(part["swaps"]),
+                "met_slo": [None if v == UNJUDGED else bool(v) for v in part["verdict"]],
+            }
+
+    @cached_property
     def _span(self) -> tuple[int, int]:
         """The times (ns) of the first arrival, and of the last finish or arrival."""
         log = self.log
@@ -517,22 +253,49 @@ class Outcome(Shown):
         return min(log.arrival, default=0), last
 
 
-class Reported(Protocol):
-    """A result of one server or of several: rows of requests, and a summary."""
+@attrs.frozen(slots=False, eq=False)
+class Reported(Outcome):
+    """The result of one server or of several, as files and as a data frame."""
 
-    @property
-    def requests(self) -> dict[str, list[Any]]:
-        """The requests by column."""
-
-    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
-        """Yield the requests by column, some rows at a time."""
-
+    @abstractmethod
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
 
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of `requests`, one row a request.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        ids = [str(name) for name in self.requests["id"]]
+        return data_frame({**self.requests, "id": ids}, "`result.requests`")
+
+    def write(self, directory: Path | str, **more: Any) -> None:
+        """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
+
+        Both appear when both are whole; what had these names before is replaced. The
+        summary has the entries `more` besides its own.
+
+        Raises:
+            InputError: the directory cannot be made, or a file not be opened.
+            StorageError: the disk refused what was written.
+        """
+        directory = Path(directory)
+        make_directory(directory)
+        with (
+            atomic_file(directory / SUMMARY) as document,
+            atomic_file(directory / REQUESTS) as lines,
+        ):
+            for part in self.request_parts():
+                for row in zip(*part.values(), strict=True):
+                    line = orjson.dumps(dict(zip(part, row, strict=True)))
+                    lines.write(f"{line.decode()}\n")
+            text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
+            document.write(f"{text.decode()}\n")
+
 
 @attrs.frozen(slots=False, eq=False)
-class Result(Outcome):
+class Result(Reported):
     """The result of a run. See docs/reference/simulate-result.md for every number.
 
     Numbers are computed when they are first asked for, and once.
@@ -579,47 +342,6 @@ class Result(Outcome):
         """Whether the queue grew until the last arrival; None if that cannot be told."""
         return saturation_of(self.log, self.batching.max_seqs, self.offered_load)
 
-    @cached_property
-    def requests(self) -> dict[str, list[Any]]:
-        """The requests by column, in the order in which they ended.
-
-        Made when first asked for: some 500 bytes a request. `request_parts` yields them some
-        at a time.
-        """
-        return joined(self.request_parts())
-
-    def request_parts(self) -> Iterator[dict[str, list[Any]]]:
-        """Yield `requests`, some rows at a time: memory holds 65,536 of them."""
-        log = self.log
-        columns = log.columns()
-        first = 0
-        for parts in zip(*(column.parts() for column in columns.values()), strict=True):
-            part = dict(zip(columns, parts, strict=True))
-            rows = range(first, first + len(part["ids"]))
-            first = rows.stop
-            came, began, ended = part["arrival"], part["first_token"], part["finish"]
-            yield {
-                "id": list(part["ids"]),
-                "status": ["rejected" if row in log.reasons else "finished" for row in rows],
-                "reason": [log.reasons.get(row) for row in rows],
-                "tenant": list(part["tenants"]),
-                "arrival_s": _seconds(came),
-                "admitted_s": _seconds(part["admitted"]),
-                "finish_s": _seconds(ended),
-                "queue_s": _seconds(_since(came, part["admitted"])),
-                "ttft_s": _seconds(_since(came, began)),
-                "tpot_s": _seconds(mean_gaps(began, ended, part["output"]), PS_PER_S),
-                "e2e_s": _seconds(_since(came, ended)),
-                "prompt": list(part["prompt"]),
-                "output": list(part["output"]),
-                "hit_tokens": list(part["hit"]),
-                "loaded_tokens": list(part["loaded"]),
-                "pauses": list(part["pauses"]),
-                "recomputes": list(part["recomputes"]),
-                "swaps": list(part["swaps"]),
-                "met_slo": [None if v == UNJUDGED else bool(v) for v in part["verdict"]],
-            }
-
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them.
 
@@ -656,47 +378,6 @@ class Result(Outcome):
             "fragmentation": None if measured is None else attrs.asdict(measured),
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
-
-    def to_frame(self: Reported) -> Any:
-        """Return a polars DataFrame of `requests`, one row a request.
-
-        Raises:
-            PluginError: polars is not installed.
-        """
-        ids = [str(name) for name in self.requests["id"]]
-        return data_frame({**self.requests, "id": ids}, "`result.requests`")
-
-    def write(self: Reported, directory: Path | str, **more: Any) -> None:
-        """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
-
-        Both appear when both are whole; what had these names before is replaced. The
-        summary has the entries `more` besides its own.
-
-        Raises:
-            InputError: the directory cannot be made, or a file not be opened.
-            StorageError: the disk refused what was written.
-        """
-        directory = Path(directory)
-        make_directory(directory)
-        with (
-            atomic_file(directory / SUMMARY) as document,
-            atomic_file(directory / REQUESTS) as lines,
-        ):
-            for part in self.request_parts():
-                for row in zip(*part.values(), strict=True):
-                    line = orjson.dumps(dict(zip(part, row, strict=True)))
-                    lines.write(f"{line.decode()}\n")
-            text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
-            document.write(f"{text.decode()}\n")
-
-
-def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return columns that come some rows at a time as whole ones."""
-    whole: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, column in part.items():
-            whole.setdefault(name, []).extend(column)
-    return whole
 
 
 def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]:

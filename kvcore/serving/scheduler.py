@@ -1,4 +1,4 @@
-"""The contract of schedulers, the job they order, and the limits that they plan within."""
+"""The contract of schedulers, and the limits and rules of continuous batching."""
 
 from __future__ import annotations
 
@@ -13,32 +13,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.plugins.base import Plugin
 from kvcore.request import Request
-from kvcore.serving.job import (
-    DECODE,
-    DONE,
-    LOADING,
-    PAUSED,
-    PREFILL,
-    WAITING,
-    DecodeSteps,
-    Job,
-)
-
-__all__ = [
-    "DECODE",
-    "DONE",
-    "LOADING",
-    "PAUSED",
-    "PREFILL",
-    "WAITING",
-    "Batching",
-    "DecodeSteps",
-    "Job",
-    "LoopState",
-    "Scheduler",
-    "ServiceTimes",
-    "StepPlan",
-]
+from kvcore.serving.job import Job
 
 
 @attrs.frozen(kw_only=True)
@@ -183,6 +158,42 @@ _CHOICES = {
 }
 
 _DEFAULTS = Batching()
+
+
+class TokenRatio:
+    """The share of what running jobs will generate that an admission leaves room for.
+
+    It falls with each decode step, over 600 of them to 0.14 of what it was given as. A
+    preemption sets it to what the jobs left have generated, and 20 tokens more each, of all
+    that they will. When nothing runs it starts anew. O(1) for any number of steps.
+
+    Source: `new_token_ratio` of SGLang 0.5 and its constants.
+    """
+
+    __slots__ = ("_first", "_since", "_value")
+
+    def __init__(self, first: float) -> None:
+        """Start with the share `first`, at decode step 0."""
+        self._first = self._value = first
+        self._since = 0
+
+    def at(self, step: int) -> float:
+        """Return the share after `step` decode steps."""
+        if step <= self._since:
+            return self._value
+        low = self._first * 0.14
+        return max(self._value - (step - self._since) * (self._first - low) / 600, low)
+
+    def restart(self, step: int) -> None:
+        """Reset to the initial ratio: nothing runs."""
+        self._value, self._since = self._first, step
+
+    def preempted(self, left: Iterable[Job], step: int) -> None:
+        """Set the share by the jobs that are left, in the step that has preempted others."""
+        jobs = list(left)
+        generated = sum(job.generated for job in jobs) + 20 * len(jobs)
+        self._value = min(1.0, generated / (sum(job.output_tokens for job in jobs) + 1))
+        self._since = step + 1
 
 
 class ServiceTimes(Protocol):

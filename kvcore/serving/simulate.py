@@ -11,11 +11,12 @@ from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache, longest_output
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.fragmentation import MeasuredAllocator, MeasuredLoop
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
+from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.workloads import check_keys
@@ -93,10 +94,7 @@ def simulate(
     elif max_output is not None:
         msg = f"max_output={max_output} is for allocation='contiguous' alone; leave it out"
         raise InputError(msg)
-    scheduler = resolve("scheduler", scheduler, "fcfs")
-    latency = resolve("latency", latency, "roofline")
-    latency.bind()
-    batching = Batching() if batching is None else batching
+    scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
     executor = SimulatedExecutor(latency)
     built: Drafter | None = resolve("drafter", drafter)
     if built is not None:
@@ -128,6 +126,34 @@ def simulate(
     )
 
 
+def serving_parts(
+    scheduler: Scheduler | None,
+    latency: LatencyModel | None,
+    batching: Batching | None,
+    slo: SLO | None,
+) -> tuple[Scheduler, LatencyModel, Batching]:
+    """Return the parts of a run, with the default for each that is None.
+
+    The latency model is in use from now on.
+
+    Raises:
+        InputError: `batching`, `slo` or a plugin is of another type, or the latency model is
+            in use already.
+    """
+    if batching is None:
+        batching = Batching()
+    elif not isinstance(batching, Batching):
+        msg = f"batching={batching!r:.60}: give a Batching, such as Batching(max_seqs=64)"
+        raise InputError(msg)
+    if slo is not None and not isinstance(slo, SLO):
+        msg = f"slo={slo!r:.60}: give an SLO in ns, such as SLO(ttft_ns=500_000_000), or None"
+        raise InputError(msg)
+    scheduler = resolve("scheduler", scheduler, "fcfs")
+    latency = resolve("latency", latency, "roofline")
+    latency.bind()
+    return scheduler, latency, batching
+
+
 def check_cache(cache: KVCache, verb: str) -> None:
     """Raise InputError if `cache` cannot serve a run under a clock, or has served one."""
     if cache.geometry.accounting != "tokens":
@@ -138,16 +164,6 @@ def check_cache(cache: KVCache, verb: str) -> None:
         raise InputError(msg)
     if cache.sequences or cache.stats.requests:
         msg = f"{verb} with a cache that has served before: make a new KVCache for each run"
-        raise InputError(msg)
-
-
-def _check_types(batching: object, slo: object) -> None:
-    """Raise InputError if `batching` or `slo` is of another type."""
-    if not isinstance(batching, Batching):
-        msg = f"batching={batching!r:.60}: give a Batching, such as Batching(max_seqs=64)"
-        raise InputError(msg)
-    if slo is not None and not isinstance(slo, SLO):
-        msg = f"slo={slo!r:.60}: give an SLO in ns, such as SLO(ttft_ns=500_000_000), or None"
         raise InputError(msg)
 
 
@@ -183,7 +199,6 @@ def serve(
     Raises:
         InputError: as `simulate` does.
     """
-    _check_types(batching, slo)
     loop_type: type[ServingLoop] = ServingLoop
     if allocator is not None or fragmentation:
         loop_type, allocator = MeasuredLoop, allocator or MeasuredAllocator

@@ -20,8 +20,8 @@ from kvcore import KVCache, Request
 from kvcore.config import RunConfig
 from kvcore.plugins.manager import resolve
 from kvcore.serving import Job, StepResult, StepWork
+from kvcore.serving.job import DONE
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.scheduler import DONE
 from kvcore.serving.simulate import serve
 from kvcore.units import NS_PER_S
 from kvcore_plugins.latency import Linear

@@ -264,6 +264,14 @@ def test_a_scheduler_that_lets_nothing_run():
 # Order, usage and hints.
 
 
+def test_what_expired_counts_as_evicted_from_its_replica_too():
+    """The sum of the replicas is the number of the cluster."""
+    requests = [shared(name, name * NS_PER_S) for name in range(6)]
+    numbers = serve_cluster(requests, router=to(1), eviction="ttl:ttl=0.5").result.summary()
+    assert [each["evicted_blocks"] for each in numbers["replicas"]] == [0, 5 * 4]
+    assert numbers["evicted_blocks"] == 5 * 4
+
+
 def test_the_order_of_events_at_one_time():
     """A replica fails, another returns, then requests are routed, then steps end."""
     # At 100 ns replica 0 ends its tenth step, replica 1 fails, and replica 2 returns.

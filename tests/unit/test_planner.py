@@ -8,7 +8,7 @@ from kvcore import SLO, InputError
 from kvcore.cluster.planner import (
     Demand,
     LoadPlanner,
-    Server,
+    Profile,
     ThroughputPlanner,
     parse_planner,
     regression,
@@ -16,7 +16,7 @@ from kvcore.cluster.planner import (
 from kvcore_plugins.latency import TokenRate
 
 SECOND = 10**9
-SERVER = Server(TokenRate(prefill=1, decode=0.01), tokens=100_000, max_seqs=64)
+SERVER = Profile(TokenRate(prefill=1, decode=0.01), tokens=100_000, max_seqs=64)
 """A prompt of 1,000 tokens takes a second, and so do 10 tokens of output, of any batch."""
 
 
@@ -107,6 +107,13 @@ def test_the_regression_is_that_of_least_squares():
         ("load:least=0", "least of 1 or more"),
         ("load:most=2,least=3", "least <= start <= most"),
         ("throughput:interval=0", "interval above 0"),
+        ("throughput:interval=1e-10", "interval above 0"),
+        ("throughput:interval=inf", "none of 292 years"),
+        ("load:start_up=1e10", "none of 292 years"),
+        ("load:cool_down=-1", "no negative times"),
+        ("throughput:headroom=0", "headroom=0.0: give a factor above 0"),
+        ("throughput:headroom=inf", "headroom=inf: give a factor above 0"),
+        ("load:memory=0", "memory=0: give 1 interval"),
         ("throughput:windows=3", "has no option 'windows'"),
         ("load,throughput", "is no planner"),
     ],

@@ -247,11 +247,14 @@ class TestFormulas:
         "spec",
         [
             "session:bound=1",
+            "session:bound=inf",
             "session:points=0",
             "prefix-affinity:tolerance=2",
             "prefix-affinity:bound=0.5",
+            "prefix-affinity:bound=inf",
             "dynamo:temperature=-1",
             "preble:window=0",
+            "preble:window=inf",
             "preble:imbalance=0.5",
         ],
     )
@@ -314,6 +317,19 @@ def stream():
         for turn in range(6)
         for name in ("a", "b", "c", "d", "e")
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_tried_is_not_tried_again(name):
+    """A proxy that no server answers asks for the others, each once."""
+    dispatcher = Served(name, 3).dispatcher
+    for number in range(20):
+        tried = set()
+        for _ in range(3):
+            replica = dispatcher.route(prompt(number, 4), 0, tried)
+            tried.add(replica.number)
+            dispatcher.ended(prompt(number, 4), replica, 0)
+        assert tried == {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"round-robin"}))

@@ -9,7 +9,7 @@ import pytest
 
 from kvcore import SLO, Job, Request
 from kvcore.serving import DecodeSteps
-from kvcore.serving.scheduler import DECODE, PREFILL
+from kvcore.serving.job import DECODE, PREFILL
 from kvcore.testing import STEP, ToyServer
 from kvcore_plugins.scheduler import SJF, SRPT, LeastSlack
 

@@ -12,6 +12,7 @@ from hypothesis import given
 
 import kvcore
 from kvcore import SLO, InputError, KVCache
+from kvcore.engine.engine import run as run_on_tensors
 from kvcore.serving import Batching, Result, simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear
@@ -411,6 +412,8 @@ def test_what_is_no_cap_and_no_slo_is_refused(options, message):
     cache = KVCache(8, BLOCK, eviction=LRU())
     with pytest.raises(InputError, match=message):
         simulate([ask("one")], cache=cache, latency=Even(), **options)
+    with pytest.raises(InputError, match=message):
+        run_on_tensors([], cache=cache, generator="transformer", backend="numpy", **options)
 
 
 def test_the_public_names():

@@ -16,7 +16,7 @@ from kvcore.config.like import LIKENESSES
 from kvcore.kv_events.export import event_batches
 from kvcore.kv_events.model import BlockStored
 from kvcore.serving import Batching
-from kvcore.serving.batcher import TokenRatio
+from kvcore.serving.scheduler import TokenRatio
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
 

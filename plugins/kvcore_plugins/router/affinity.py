@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar
 
 import attrs
@@ -43,7 +43,7 @@ class PrefixAffinity(Router):
         if not 0 <= self.tolerance <= 1:
             msg = f"router 'prefix-affinity': tolerance={self.tolerance}: give 0 to 1"
             raise InputError(msg)
-        if self.bound and not self.bound >= 1:
+        if self.bound and not 1 <= self.bound < inf:
             msg = f"router 'prefix-affinity': bound={self.bound}: give 0, or 1 or more"
             raise InputError(msg)
 

@@ -10,7 +10,8 @@ import attrs
 
 from kvcore import Replica, Request, Router
 
-_load = attrgetter("requests", "routed", "number")
+by_load = attrgetter("requests", "routed", "number")
+"""The order of replicas by requests in flight, then by requests ever sent, then by number."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -23,4 +24,4 @@ class LeastRequests(Router):
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the fewest requests in flight, then the fewest ever sent."""
         del request, now
-        return min(replicas, key=_load)
+        return min(replicas, key=by_load)

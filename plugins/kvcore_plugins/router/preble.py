@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from typing import ClassVar
 
 import attrs
@@ -52,7 +53,7 @@ class Preble(Router):
         Raises:
             InputError: no window, or an imbalance below 1.
         """
-        if self.window <= 0 or self.imbalance < 1:
+        if not 0 < self.window < inf or self.imbalance < 1:
             msg = "router 'preble': give a window above 0 s, and an imbalance of 1 or more"
             raise InputError(msg)
 

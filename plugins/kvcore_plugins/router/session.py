@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar
 
 import attrs
@@ -49,7 +49,7 @@ class SessionAffinity(Router):
         Raises:
             InputError: a bound that leaves no room, or no points.
         """
-        if not self.bound > 1 or self.points < 1:
+        if not 1 < self.bound < inf or self.points < 1:
             msg = f"router 'session': bound={self.bound} must be above 1, and points 1 or more"
             raise InputError(msg)
 
@@ -68,7 +68,8 @@ class SessionAffinity(Router):
         place = bisect_right(ring, (draw(self.seed, self.name, _who(request)), -1))
         for step in range(len(ring)):
             replica = self._members[ring[(place + step) % len(ring)][1]]
-            if replica.requests < most:
+            # Some that are up may be left out, as those that a proxy has tried.
+            if replica.requests < most and replica in replicas:
                 return replica
         msg = "some replica has at most the mean"
         raise AssertionError(msg)

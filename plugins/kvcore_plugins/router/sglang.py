@@ -8,6 +8,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import Replica, Request, Router
+from kvcore_plugins.router.least_requests import by_load
 
 
 @attrs.define(slots=False, eq=False)
@@ -35,13 +36,9 @@ class SGLang(Router):
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica of the longest match, or of the shortest queue."""
         del now
-        shortest = min(replicas, key=_load)
+        shortest = min(replicas, key=by_load)
         fewest, most = shortest.requests, max(replica.requests for replica in replicas)
         if most - fewest > self.absolute and most > self.relative * fewest:
             return shortest
-        best = min(replicas, key=lambda each: (-each.hit_tokens, *_load(each)))
+        best = min(replicas, key=lambda each: (-each.hit_tokens, *by_load(each)))
         return best if best.hit_tokens > self.threshold * request.prompt_tokens else shortest
-
-
-def _load(replica: Replica) -> tuple[int, int, int]:
-    return replica.requests, replica.routed, replica.number
