@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import product
+from numbers import Integral
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -13,7 +14,7 @@ import attrs
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.serial_replay import replay, served
-from kvcore.analysis.workers import Call, call_all
+from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
@@ -24,7 +25,7 @@ from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, as_text, parse
-from kvcore.progress import Progress, Tick, silent, ticked
+from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
@@ -231,9 +232,7 @@ def compare(
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
-    if jobs < 1:
-        msg = f"{jobs} jobs were asked for; give 1 or more"
-        raise InputError(msg)
+    check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
     source = Source.of(requested)
@@ -247,7 +246,8 @@ def compare(
     with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
         bounded = has_bound(candidates)
         if jobs > 1 and trace is None and sizes is not None and not bounded:
-            rows, (requests, infinite) = maker.rows_and_infinite(candidates, sizes, jobs)
+            pairs = list(product(candidates, sizes))
+            (requests, infinite), *rows = maker.in_processes(pairs, jobs, infinite=True)
         else:
             requests, infinite = maker.infinite(bounded=bounded)
             if sizes is None:
@@ -401,28 +401,27 @@ class _RowMaker:
         pairs = list(product(policies, sizes))
         if jobs == 1:
             return [self.row(policy, size) for policy, size in pairs]
-        places = [place for place, (policy, _) in enumerate(pairs) if policy.kind is not Belady]
-        made: dict[int, Row] = {}
-        calls = [self._call(*pairs[place]) for place in places]
-        for number, row in call_all(calls, jobs):
-            self.tick(row.requests)
-            made[places[number]] = row
-        # What the bound needs is read here, and takes more memory than a row.
-        return [made.get(place) or self.row(*pair) for place, pair in enumerate(pairs)]
+        # What the bound needs is read in this process, and takes more memory than a row.
+        sent = [pair for pair in pairs if pair[0].kind is not Belady]
+        made = iter(self.in_processes(sent, jobs))
+        return [self.row(*pair) if pair[0].kind is Belady else next(made) for pair in pairs]
 
-    def rows_and_infinite(
-        self, policies: list[Candidate], sizes: list[int], jobs: int
-    ) -> tuple[list[Row], tuple[int, Infinite]]:
-        """Return what `rows` and `infinite` do, with a process for the cache without bounds."""
-        unbounded = partial(self._sent.infinite, bounded=False)
-        calls: list[Call[Any]] = [Call(unbounded, self._parts, "the replay without bounds")]
-        calls += [self._call(policy, size) for policy, size in product(policies, sizes)]
+    def in_processes(
+        self, pairs: list[tuple[Candidate, int]], jobs: int, *, infinite: bool = False
+    ) -> list[Any]:
+        """Return the row of each policy and size, made by `jobs` processes.
+
+        With `infinite`, what the method of that name returns comes first, made by them too.
+        """
+        calls: list[Call[Any]] = [self._call(policy, size) for policy, size in pairs]
+        if infinite:
+            unbounded = partial(self._sent.infinite, bounded=False)
+            calls.insert(0, Call(unbounded, self._parts, "the replay without bounds"))
         made: dict[int, Any] = {}
         for number, result in call_all(calls, jobs):
             made[number] = result
-            self.tick(result[0] if number == 0 else result.requests)
-        infinite = made.pop(0)
-        return [made[number] for number in sorted(made)], infinite
+            self.tick(result.requests if isinstance(result, Row) else result[0])
+        return [made[number] for number in range(len(calls))]
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes a row of a policy, in whatever process."""
@@ -440,7 +439,7 @@ class _RowMaker:
         if prefix is not None:
             bench = attrs.evolve(bench, make_prefix=partial(_given, prefix()))
         sent = _RowMaker(bench, self.residency, self.price)
-        sent.tick = _untold
+        sent.tick = unseen
         return sent
 
     @property
@@ -519,10 +518,6 @@ def _given(part: Any) -> Any:
     return part
 
 
-def _untold(done: int) -> None:
-    """Ignore progress."""
-
-
 @attrs.define(slots=False, eq=False)
 class _NoEviction(EvictionPolicy):
     """The policy of a cache without bounds, which never asks for a victim."""
@@ -542,17 +537,20 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     Raises:
         InputError: a size that no pool has, or none `purpose`, such as `to compare in`.
     """
-    sizes = list(dict.fromkeys([blocks] if isinstance(blocks, int) else blocks))
+    several = isinstance(blocks, Iterable) and not isinstance(blocks, str)
+    sizes: list[Any] = list(dict.fromkeys(blocks if several else [blocks]))  # type: ignore[arg-type]
     for size in sizes:
-        if not 0 < size <= MOST_BLOCKS:
+        whole = isinstance(size, Integral) and not isinstance(size, bool)
+        if not whole or not 0 < size <= MOST_BLOCKS:
             msg = (
-                f"a pool of {size} blocks was asked for; give 1 or more, at most {MOST_BLOCKS}"
+                f"a pool of {size!r} blocks was asked for; give 1 or more, at most "
+                f"{MOST_BLOCKS}"
             )
             raise InputError(msg)
     if not sizes:
         msg = f"there is no pool {purpose}: give at least one size"
         raise InputError(msg)
-    return sizes
+    return [int(size) for size in sizes]
 
 
 def _check(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -24,9 +24,8 @@ from kvcore.analysis.comparison import (
     refuse_bound,
 )
 from kvcore.analysis.serial_replay import replay
-from kvcore.analysis.workers import Call, call_all
+from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
-from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
@@ -177,9 +176,9 @@ def curve(
     """
     plugins = plugins or Plugins()
     bench = Bench.of(opened(workload, plugins), accounting, block_size, recompute)
-    if jobs < 1:
-        msg = f"{jobs} jobs were asked for; give 1 or more"
-        raise InputError(msg)
+    check_jobs(jobs)
+    if blocks is None:
+        check_points(points)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else sorted(pool_sizes(blocks, "to make a curve of"))
     return _CurveMaker(bench, plugins, progress or silent, jobs).curves(
@@ -187,15 +186,15 @@ def curve(
     )
 
 
-def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
-    """Return pool sizes at even ratios, from a thousandth of `distinct_blocks` to all.
-
-    Raises:
-        InputError: fewer than 2.
-    """
+def check_points(points: int) -> None:
+    """Raise InputError for fewer than 2 points."""
     if points < 2:  # noqa: PLR2004
         msg = f"a curve through {points} sizes was asked for; give 2 or more"
         raise InputError(msg)
+
+
+def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
+    """Return pool sizes at even ratios, from a thousandth of `distinct_blocks` to all."""
     steps = (SMALLEST ** (step / (points - 1)) for step in range(points))
     sizes = (max(1, round(distinct_blocks * step / SMALLEST)) for step in steps)
     return list(dict.fromkeys(sizes))
@@ -217,8 +216,6 @@ class _CurveMaker:
         """Return one curve for each of `candidates`."""
         geometry = self.bench.geometry
         refuse_bound(candidates, geometry.accounting)
-        if sizes is None:
-            spread_sizes(1, points)
         source = Source.of(self.bench.workload)
         reuse = None
         if any(self._in_one_pass(policy) for policy in candidates):
@@ -298,13 +295,22 @@ class _CurveMaker:
         tasks = [(place, size) for place in policies for size in sizes]
         if not tasks:
             return {}
-        made = [(policies[place](), size) for place, size in tasks]
+        calls = [self._replay(policies[place](), size) for place, size in tasks]
         hits = dict.fromkeys(tasks, 0)
         with self.progress(f"replaying {self.bench.workload.name} by size", len(tasks)) as tick:
-            for number, stats in run_all(self.bench, made, self.jobs):
-                hits[tasks[number]] = stats.hit_blocks
+            for number, found in call_all(calls, self.jobs):
+                hits[tasks[number]] = found
                 tick(1)
         return {place: ([hits[place, size] for size in sizes], None) for place in policies}
+
+    def _replay(self, policy: EvictionPolicy, blocks: int) -> Call[int]:
+        """Return the call that replays the workload under `policy`, and returns the hits."""
+        name = self.bench.workload.name
+        return Call(
+            partial(_replayed_hits, self.bench, policy, blocks),
+            f"workload {name!r} with policy {policy.name!r}",
+            f"the replay of {name} with {blocks} blocks",
+        )
 
     @contextmanager
     def _reading(self) -> Iterator[Iterable[Request]]:
@@ -336,36 +342,6 @@ def compiled_reuse() -> type[Reuse]:
     return Reuse
 
 
-Entry: TypeAlias = tuple[EvictionPolicy, int]
-"""A policy that has served no cache yet, and the blocks of its pool."""
-
-
-def run_all(
-    bench: Bench, entries: Sequence[Entry], jobs: int
-) -> Iterator[tuple[int, CacheStats]]:
-    """Yield (place in `entries`, statistics) of each replay, as they are done.
-
-    With several `jobs` they run in so many processes, none of which outlives the generator.
-    What they come to is the same.
-
-    Raises:
-        InputError: as for `replay`, or a workload or policy that cannot be sent to another
-            process.
-        PolicyError: a policy failed.
-        PluginError: the processes of a replay died.
-    """
-    name = bench.workload.name
-    calls = [
-        Call(
-            partial(_replay, bench, policy, blocks),
-            f"workload {name!r} with policy {policy.name!r}",
-            f"the replay of {name} with {blocks} blocks",
-        )
-        for policy, blocks in entries
-    ]
-    return call_all(calls, jobs)
-
-
-def _replay(bench: Bench, policy: EvictionPolicy, blocks: int) -> CacheStats:
-    """Return the statistics of a replay."""
-    return replay(bench.workload, bench.cache(policy, blocks))
+def _replayed_hits(bench: Bench, policy: EvictionPolicy, blocks: int) -> int:
+    """Return the blocks that hit in a replay."""
+    return replay(bench.workload, bench.cache(policy, blocks)).hit_blocks

@@ -8,8 +8,9 @@ beyond the pool's own hits is in the tier.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -23,11 +24,11 @@ from kvcore.analysis.comparison import (
     candidates_of,
     pool_sizes,
 )
-from kvcore.analysis.mrc import LRU, compiled_reuse, spread_sizes
+from kvcore.analysis.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore.analysis.serial_replay import served
-from kvcore.analysis.workers import WorkerDied, work_all
+from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
-from kvcore.errors import InputError, PluginError
+from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
@@ -149,6 +150,8 @@ def plane(
         PluginError: numba is not installed, or a plugin cannot work here.
         PolicyError: a policy failed.
     """
+    check_jobs(jobs)
+    check_points(points)
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
@@ -157,9 +160,10 @@ def plane(
     if more or isinstance(policy.make, Belady):
         msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"
         raise InputError(msg)
+    below = tier.options()["eviction"]
     wrong = [
         f"eviction={policy.name}" if policy.name != LRU else "",
-        f"the tier's eviction={tier.eviction}" if tier.options()["eviction"] != LRU else "",
+        f"the tier's eviction={below}" if below != LRU else "",
         f"write={tier.write}" if tier.write != "evict" else "",
     ]
     if not exact and any(wrong):
@@ -167,7 +171,8 @@ def plane(
         msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
         raise InputError(msg)
     maker = _PlaneMaker(bench, tier, layout, policy.make, policy.name, jobs, progress or silent)
-    return maker.plane(None if pools is None else pool_sizes(pools, "to show"), points, exact)
+    sizes = None if pools is None else pool_sizes(pools, "to show")
+    return maker.plane(sizes, points, exact=exact)
 
 
 @attrs.define
@@ -182,7 +187,7 @@ class _PlaneMaker:
     jobs: int
     progress: Progress
 
-    def plane(self, pools: list[int] | None, points: int, exact: bool) -> Plane:  # noqa: FBT001
+    def plane(self, pools: list[int] | None, points: int, *, exact: bool) -> Plane:
         """Return the plane."""
         import numpy as np  # noqa: PLC0415 - an extra
 
@@ -190,7 +195,6 @@ class _PlaneMaker:
         reuse_class = compiled_reuse()
         with self.progress(f"reading {workload.name}", workload.size) as tick:
             reuse = reuse_class.read(ticked(check_keys(workload), tick), self.bench.geometry)
-        spread_sizes(1, points)
         pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
         most = self.tier.slots(self.layout.bytes_per_block)
         tiers = [0, *spread_sizes(most, points)]
@@ -243,58 +247,47 @@ class _PlaneMaker:
 
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield each point with its hits, of a replay."""
-        try:
-            parcel = pickle.dumps((self.bench, self.make(), self.tier, self.layout))
-        except Exception as error:
-            msg = f"the workload or a policy cannot be sent to another process: {error}"
-            raise InputError(msg) from error
-        tasks = [(parcel, *point) for point in grid]
-        with self.progress("replaying by size", len(tasks)) as tick:
-            if self.jobs == 1:
-                outcomes: Iterable[Any] = ((task, _attempt(task)) for task in tasks)
-            else:
-                outcomes = work_all(_replaying, tasks, self.jobs)
-            for (_, *point), outcome in outcomes:
-                if isinstance(outcome, WorkerDied):
-                    msg = f"the replay with sizes {point} failed: {outcome}"
-                    raise PluginError(msg)
-                if isinstance(outcome, Exception):
-                    raise outcome
+        name = self.bench.workload.name
+        parts = f"workload {name!r} with policy {self.eviction!r}"
+        calls = [
+            Call(
+                partial(_hits, self.bench, self.make(), self.tier, self.layout, *point),
+                parts,
+                f"the replay of {name} with sizes {list(point)}",
+            )
+            for point in grid
+        ]
+        with self.progress("replaying by size", len(grid)) as tick:
+            for place, hits in call_all(calls, self.jobs):
                 tick(1)
-                yield tuple(point), outcome
+                yield grid[place], hits
 
 
-Task: TypeAlias = tuple[bytes, int, int]
-"""What another process needs, the blocks of the tier, those of the pool."""
-
-
-def _replaying() -> Callable[[Task], Any]:
-    """Return the function that a worker process calls."""
-    return _attempt
-
-
-def _attempt(task: Task) -> Any:
-    """Replay the hierarchy; return its hits. An exception is its outcome."""
+def _hits(
+    bench: Bench,
+    policy: EvictionPolicy,
+    tier: Tier,
+    layout: KVLayout,
+    below: int,
+    above: int,
+) -> Hits:
+    """Replay a tier of `below` blocks under a pool of `above`; return the hits."""
     import numpy as np  # noqa: PLC0415 - an extra
 
-    parcel, below, above = task
-    try:
-        bench, policy, tier, layout = pickle.loads(parcel)  # noqa: S301 - of the parent's making
-        cache = bench.cache(policy, above)
-        if below:
-            # Without a clock links are never busy, so that all writes are done.
-            free = attrs.evolve(
-                tier,
-                memory=below * layout.bytes_per_block,
-                read_bandwidth=INT64_LIMIT - 1,
-                write_bandwidth=INT64_LIMIT - 1,
-                latency=0.0,
-            )
-            Tiers(cache, [free], layout.bytes_per_block)
-        in_pool, loaded = [], [0]
-        for seq in served(bench.workload, cache):
-            in_pool.append(seq.hit_blocks)
-            loaded.append(cache.tiers.levels[0].stats.loaded if below else 0)
-        return np.array(in_pool), np.array(in_pool) + np.diff(loaded)
-    except Exception as error:  # noqa: BLE001 - raised again by the parent
-        return error
+    cache = bench.cache(policy, above)
+    if below:
+        # Without a clock links are never busy, so that all writes are done.
+        free = attrs.evolve(
+            tier,
+            memory=below * layout.bytes_per_block,
+            eviction=deepcopy(tier.eviction),
+            read_bandwidth=INT64_LIMIT - 1,
+            write_bandwidth=INT64_LIMIT - 1,
+            latency=0.0,
+        )
+        Tiers(cache, [free], layout.bytes_per_block)
+    in_pool, loaded = [], [0]
+    for seq in served(bench.workload, cache):
+        in_pool.append(seq.hit_blocks)
+        loaded.append(cache.tiers.levels[0].stats.loaded if below else 0)
+    return np.array(in_pool), np.array(in_pool) + np.diff(loaded)

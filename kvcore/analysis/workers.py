@@ -79,6 +79,13 @@ def work_all(
                     yield task, outcome
 
 
+def check_jobs(jobs: int) -> None:
+    """Raise InputError for a number of processes below 1."""
+    if jobs < 1:
+        msg = f"{jobs} jobs were asked for; give 1 or more"
+        raise InputError(msg)
+
+
 @attrs.frozen
 class Call(Generic[OutcomeT]):
     """A call of a function, in this process or another one.
