@@ -15,11 +15,8 @@ from kvcore.analysis.prompt_misses import (
     UnreadTokens,
 )
 from kvcore.models.pricing import PriceModel
-from kvcore.report.tables import NONE, counted, named, share
+from kvcore.report.tables import NONE, Section, TableRow, counted, named, share
 from kvcore.units import NS_PER_S, format_seconds
-
-TableRow = list[str]
-Section = str | tuple[TableRow, list[TableRow], TableRow]
 
 PRICE_HEADERS = ["price", "input", "cached", "write", "write, 1 h", "output", "caches", "read"]
 

@@ -1,4 +1,4 @@
-"""Charts of the tables that have an axis: lines over its values, or bars where there is one."""
+"""Charts: lines over the values of an axis, or bars where there is one value."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.analysis import Belady, Comparison
-from kvcore.analysis.planning import FleetPlan
-from kvcore.analysis.sweep import Grid, Sweep
-from kvcore.errors import InputError, shorten
-from kvcore.report.comparison import ComparisonReport
-from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, picture
-from kvcore.report.plan import PlanReport
-from kvcore.report.sweep import MEASURES, SweepReport, written
-from kvcore.report.tables import counted, named, printable
-from kvcore.units import BINARY, format_bytes, format_number
+from kvcore.analysis import Belady
+from kvcore.errors import shorten
+from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
+from kvcore.report.tables import printable
+from kvcore.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,9 +37,6 @@ DECADE = 8
 
 TIERS = " + tiers"
 """The end of the name of what a pool and the tiers below it hit: the same line, dashed."""
-
-MOST_LINES = 24
-"""Lines that can be told apart."""
 
 
 @attrs.frozen
@@ -114,14 +106,13 @@ class Chart:
             else:
                 _bars(axes, panel, rows, named=axes is every[0])
                 axes.set_xlabel(panel.label)
-            axes.grid(color=PALE, linewidth=0.6, axis="both" if len(set(points)) > 1 else "x")
-            axes.set_axisbelow(True)
-            axes.tick_params(length=3, labelsize=8)
-        figure.suptitle(printable(self.title), x=0.01, ha="left", fontsize=10)
+            axes.grid(axis="both" if len(set(points)) > 1 else "x")
+            axes.tick_params(labelsize=8)
+        caption = ""
         if panels is self.panels:
             width = int(CAPTION * figure.get_figwidth())
-            text = fill(printable(" ".join(self.caption.splitlines())), width)
-            figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color=GREY)
+            caption = fill(printable(" ".join(self.caption.splitlines())), width)
+        add_title(figure, printable(self.title), caption)
 
 
 def _lines(axes: Axes, panel: Panel) -> None:
@@ -235,125 +226,6 @@ def _few() -> Any:
     return MaxNLocator(4)
 
 
-def comparison_chart(report: ComparisonReport) -> Chart:
-    """Return what each policy hits, by the size of the pool."""
-    found: Comparison = report.comparison
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for name, row in named(found.rows):
-        for suffix, ratios in (("", row.hit_ratio), (TIERS, row.reuse_ratio)):
-            if ratios is not None and ratios["block"] is not None:
-                lines.setdefault(f"{name}{suffix}", []).append((row.blocks, ratios["block"]))
-    never = found.infinite.hit_ratio["block"]
-    bound = None if never is None else ("never evicts", never)
-    memory = report.memory
-    tokens = counted(found.rows[0].block_size, "token")
-    return Chart(
-        f"{found.workload.name}, {counted(found.workload.requests, 'request')}, "
-        f"{found.accounting} counting",
-        report.setup,
-        f"pool, blocks of {tokens}" if memory is None else "K/V memory of the pool",
-        [Panel("blocks looked up that hit", lines, _percent, bound)],
-        (lambda blocks: f"{blocks:,.0f}")
-        if memory is None
-        else lambda blocks: memory[int(blocks)],
-    )
-
-
-def sweep_axis(grid: Grid, asked: str | None) -> str:
-    """Return the axis of a sweep to draw it over: the one asked for, or all there is.
-
-    Raises:
-        InputError: it is no axis of numbers that varies, or none was asked for of several.
-    """
-    numbers = [name for name in grid.varied if _is_number(name, grid.axes[name])]
-    told = " and ".join(numbers)
-    if asked is not None and asked not in numbers:
-        there = f"there are: {told}" if numbers else "no axis has several numbers"
-        msg = f"--plot-axis {asked}: no axis of numbers that varies; {there}"
-    elif not numbers:
-        msg = "--plot: no number varies: give blocks, memory or rate_scale several values"
-    elif asked is None and len(numbers) > 1:
-        msg = f"--plot: {told} vary: choose one of them with --plot-axis"
-    else:
-        axis = asked or numbers[0]
-        lines = 1
-        for name in grid.varied:
-            lines *= 1 if name == axis else len(grid.axes[name])
-        if lines <= MOST_LINES:
-            return axis
-        msg = f"--plot: {lines} lines over {axis} cannot be told apart; {MOST_LINES} can"
-    raise InputError(msg)
-
-
-def _is_number(name: str, values: Iterable[Any]) -> bool:
-    if name in ("seed", "chunked"):
-        return False
-    return name == "memory" or all(type(value) in (int, float) for value in values)
-
-
-def sweep_chart(sweep: Sweep, axis: str) -> Chart:
-    """Return a chart of the best cells of a sweep over the values of a numeric axis.
-
-    Cells that failed have no point.
-    """
-    report, grid = SweepReport(sweep), sweep.grid
-    others = [name for name in grid.varied if name != axis]
-    # A policy comes first: its name alone says more than that of what it is given.
-    others.sort(key=lambda name: name not in ("eviction", "scheduler"))
-    column = "pool_bytes" if axis == "memory" else axis
-    panels = []
-    for measure in report.measures:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in sweep.rows:
-            name = ", ".join(written(each, row) for each in others) or measure.title
-            value = row[measure.column]
-            points = lines.setdefault(name, [])
-            if value is not None and row[column] is not None:
-                points.append((row[column], value))
-        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
-        panels.append(Panel(label, lines, measure.text))
-    if not panels:
-        panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
-    place: Callable[[float], str] = format_number
-    if axis == "memory":
-        place = _bytes
-    return Chart(report.headline.partition(". ")[0], report.setup, axis, panels, place)
-
-
-def plan_chart(report: PlanReport) -> Chart:
-    """Return what the fleets of a plan take, a bar each, and how many requests they serve."""
-    plan: FleetPlan = report.plan
-    fleets = {report.fleet(option.fleet): option for option in plan.options}
-
-    def bars(value: Callable[[Any], float]) -> dict[str, list[tuple[float, float]]]:
-        return {name: [(0, value(option))] for name, option in fleets.items()}
-
-    gib = BINARY["GiB"]
-    pools = bars(lambda each: each.pool_bytes * each.fleet.replicas / gib)
-    hosts = bars(lambda each: each.fleet.host_bytes * each.fleet.replicas / gib)
-    asked = ("asked for", plan.percentile / 100)
-    panels = [
-        Panel("GPUs", bars(lambda each: each.fleet.gpus), _whole),
-        Panel("K/V memory in all, GiB", pools, format_number),
-        Panel("host RAM in all, GiB", hosts, format_number),
-        Panel("within the SLO", bars(lambda each: each.served.attainment), _percent, asked),
-    ]
-    title = report.headline.splitlines()[-1] if not fleets else f"Fleets for {_asked(report)}"
-    return Chart(title, report.closing, "", panels)
-
-
-def _asked(report: PlanReport) -> str:
-    setup = report.plan.setup
-    return f"{setup['workload']}, {counted(report.plan.requests, 'request')}, {setup['slo']}"
-
-
-def _percent(value: float) -> str:
+def as_percent(value: float) -> str:
+    """Write a share in percent with three digits: `12.3%`."""
     return f"{100 * value:.3g}%"
-
-
-def _whole(value: float) -> str:
-    return f"{value:g}"
-
-
-def _bytes(value: float) -> str:
-    return format_bytes(int(value))

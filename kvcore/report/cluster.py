@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore.report.simulation import SimulationReport, TableRow
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.simulation import SimulationReport
+from kvcore.report.tables import NONE, TableRow, counted, share
 from kvcore.units import format_bytes, format_number, format_seconds
 
 MOST_ROWS = 16

@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
+from kvcore.report.charts import TIERS, Chart, Panel, as_percent
 from kvcore.report.tables import counted, looked_up, named, option_texts, replay_setup
 
 CSV_COLUMNS = (
@@ -115,6 +116,27 @@ class ComparisonReport:
             self._options(),
         )
         return "\n".join(line for line in lines if line)
+
+    def chart(self) -> Chart:
+        """Return a chart of the share of blocks that hit, by the size of the pool."""
+        found, memory = self.comparison, self.memory
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, row in named(found.rows):
+            for suffix, ratios in (("", row.hit_ratio), (TIERS, row.reuse_ratio)):
+                if ratios is not None and ratios["block"] is not None:
+                    points = lines.setdefault(f"{name}{suffix}", [])
+                    points.append((row.blocks, ratios["block"]))
+        never = found.infinite.hit_ratio["block"]
+        bound = None if never is None else ("never evicts", never)
+        tokens = counted(found.rows[0].block_size, "token")
+        return Chart(
+            f"{found.workload.name}, {counted(found.workload.requests, 'request')}, "
+            f"{found.accounting} counting",
+            self.setup,
+            f"pool, blocks of {tokens}" if memory is None else "K/V memory of the pool",
+            [Panel("blocks looked up that hit", lines, as_percent, bound)],
+            lambda blocks: self._size(int(blocks)),
+        )
 
     @property
     def _ranked(self) -> bool:

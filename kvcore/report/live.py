@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.analysis.timeline import TimelineBuilder
-from kvcore.report.tables import counted
+from kvcore.report.tables import bars, counted
 from kvcore.trace import CacheState, events
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -25,8 +24,6 @@ TOLD = {
     *("LOAD_START", "EVICT"),
 }
 """Events that are told in words; a MISS is if nothing hit before it."""
-
-SPARKS = "▁▂▃▄▅▆▇█"
 
 WIDE = 72
 """Columns from which on the letters of a bar are explained."""
@@ -106,6 +103,7 @@ class LiveView:
         for (text, part), blocks in zip(explained, pool.values(), strict=True):
             legend += [(text, part), (f" {blocks / self._blocks:.0%}  ", "")]
         history = [*self._samples, now][-max(width - 10, 1) :]
+        most = max(each.running for each in history) or 1
         found: list[Line] = [
             [(f"{clock(self.now)}  {progress}", "")],
             self._bar(pool, width),
@@ -113,8 +111,8 @@ class LiveView:
             [(f"queue     waiting {self._builder.waiting:,}   running {now.running:,}", "")],
             [(f"hits      last {self._window_s} s {hits}   in all {total}", "")],
             [(f"evicted   {rate}   in all {now.evicted:,} blocks", "")],
-            [(f"occupied  {_spark([each.used for each in history], 1)}", "")],
-            [(f"running   {_spark([each.running for each in history])}", "")],
+            [(f"occupied  {bars(each.used for each in history)}", "")],
+            [(f"running   {bars(each.running / most for each in history)}", "")],
         ]
         if height >= TALL:
             found.insert(0, [(self._about(), "")])
@@ -233,11 +231,3 @@ def clock(time: int) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _spark(values: Sequence[float], most: float | None = None) -> str:
-    """Return a sparkline of values from 0 to `most`; None: to the highest of them."""
-    top = most or max(values) or 1
-    return "".join(
-        SPARKS[min(int(each / top * len(SPARKS)), len(SPARKS) - 1)] for each in values
-    )

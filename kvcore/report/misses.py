@@ -16,7 +16,7 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
     Summary,
 )
-from kvcore.report.tables import counted
+from kvcore.report.tables import TableRow, counted
 from kvcore.units import NS_PER_S, format_seconds
 
 CAUSES = ("capacity", "policy")
@@ -32,8 +32,6 @@ SERIAL = (
 )
 
 NO_KEYS = "no keys: there is nothing to look up. --accounting tokens counts all tokens."
-
-Row = list[str]
 
 
 @attrs.frozen
@@ -191,15 +189,22 @@ class SummaryReport:
     explanation: Explanation
     summary: Summary
 
-    headers: ClassVar[Row] = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
-    place_headers: ClassVar[Row] = [
+    headers: ClassVar[TableRow] = [
+        "lost",
+        "tokens",
+        "of missed",
+        "prefill",
+        "stopped",
+        "because",
+    ]
+    place_headers: ClassVar[TableRow] = [
         "parting at token",
         "into prompt",
         "requests",
         "tokens",
         "such as",
     ]
-    request_headers: ClassVar[Row] = [
+    request_headers: ClassVar[TableRow] = [
         "request",
         "tokens it lost",
         "request ",
@@ -238,7 +243,7 @@ class SummaryReport:
         )
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """Rows of missed tokens by reason; reasons without misses are left out."""
         rows = []
         for name, lost in self.summary.categories.items():
@@ -253,7 +258,7 @@ class SummaryReport:
         return rows
 
     @property
-    def place_rows(self) -> list[Row]:
+    def place_rows(self) -> list[TableRow]:
         """Rows of the points at which most requests diverge."""
         return [
             [
@@ -269,7 +274,7 @@ class SummaryReport:
         ]
 
     @property
-    def request_rows(self) -> list[Row]:
+    def request_rows(self) -> list[TableRow]:
         """Rows of the requests that lost most to evictions, and that caused most evictions."""
         pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
         return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
@@ -279,7 +284,7 @@ class SummaryReport:
         """Sentences on how to read the numbers."""
         return "\n".join(self._notes())
 
-    def _row(self, name: str, lost: MissedTokens, because: str) -> Row:
+    def _row(self, name: str, lost: MissedTokens, because: str) -> TableRow:
         return [
             name,
             f"{lost.tokens:,}",

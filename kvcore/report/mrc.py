@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
-from math import ceil, floor, log10
+from math import ceil
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
 from kvcore.analysis import SHARING, Belady, Curves
-from kvcore.extras import import_extra
 from kvcore.models.memory import KVLayout
+from kvcore.report.figure import (
+    COLOURS,
+    GREY,
+    INK,
+    MARGIN,
+    MARKERS,
+    log_axis,
+    picture,
+)
 from kvcore.report.tables import (
     block_bytes,
     counted,
@@ -29,84 +35,13 @@ from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
 
-
-FORMS = ("png", "svg")
-
-# Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-
-MARKERS = "osD^vP"
-
-INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
-
-INCHES, DPI = (7.2, 4.4), 200
-
-MARGIN = 1.08
-"""Room beside the smallest and the largest size, as a factor."""
 
 INSIDE, COLUMN = 7, 15
 """Names that have room below the curves, and beside them in one column."""
 
 DENSE = 600
 """Points of the line of a curve that is known at every size."""
-
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    # A dollar in a name of a trace begins no formula.
-    "text.parse_math": False,
-    # Without a salt the names inside an SVG are random.
-    "svg.hashsalt": "kvcore",
-}
-
-
-def matplotlib() -> Any:
-    """Import matplotlib. Raises PluginError if it is not installed."""
-    return import_extra("matplotlib.figure", "a plot needs matplotlib", "lab")
-
-
-def plot(report: CurvesReport, form: str) -> bytes:
-    """Return a plot of the curves as `png` or `svg` bytes.
-
-    Curves that are known at every size are lines, others a point for each size. Below is the
-    pool as a share of the footprint, above it what that is in GiB or, without a layout, in
-    blocks. The same curves give the same bytes with the same matplotlib.
-
-    Raises:
-        PluginError: matplotlib is not installed.
-    """
-    return picture(form, lambda figure: draw(figure.add_subplot(), report))
-
-
-def picture(
-    form: str, fill: Callable[[Figure], None], inches: tuple[float, float] = INCHES
-) -> bytes:
-    """Return a figure of the house's style, which `fill` draws into, as `png` or `svg` bytes.
-
-    Raises:
-        PluginError: matplotlib is not installed.
-    """
-    module = matplotlib()
-    from matplotlib import rc_context  # noqa: PLC0415 - as above
-
-    file = io.BytesIO()
-    with rc_context(STYLE), warnings.catch_warnings():
-        # A name may be in any script: what the font lacks is a box.
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure = module.Figure(figsize=inches, layout="constrained")
-        fill(figure)
-        metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(file, format=form, dpi=DPI, metadata=metadata)
-    return file.getvalue()
 
 
 def draw(axes: Axes, report: CurvesReport) -> None:
@@ -143,9 +78,7 @@ def draw(axes: Axes, report: CurvesReport) -> None:
     axes.set_ylim(0, 1.12 * bound or 1)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylabel("blocks looked up that hit")
-    axes.grid(color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=3)
+    axes.grid()
     _legend(axes, len(curves.curves))
     axes.set_title(_title(report), loc="left", fontsize="medium", pad=12)
     _scales(axes, report, footprint)
@@ -184,19 +117,8 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
         return amount / factor
 
     above = axes.secondary_xaxis("top", functions=(amount, share))
-    above.tick_params(length=3)
     above.spines["top"].set_visible(True)
     log_axis(above.xaxis, low * factor, high * factor, unit)
-
-
-def log_axis(axis: Axis, low: float, high: float, label: str, sign: str = "") -> None:
-    """Label a logarithmic axis, with ticks at 1 and 3 times the powers of ten."""
-    powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
-    inside = [tick for tick in ticks if low / MARGIN <= tick <= high * MARGIN]
-    axis.set_ticks(inside, [f"{tick:,.10g}{sign}" for tick in inside])
-    axis.set_ticks([], minor=True)
-    axis.set_label_text(label)
 
 
 def _title(report: CurvesReport) -> str:
@@ -346,6 +268,18 @@ class CurvesReport:
             for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
                 found = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
                 writer.writerow([*about, *policy, *found])
+
+    def plot(self, form: str) -> bytes:
+        """Return a plot of the curves as `png` or `svg` bytes.
+
+        Curves that are known at every size are lines, others a point for each size. The axis
+        below is the pool as a share of the footprint; the one above is the pool in GiB or,
+        without a layout, in blocks. Equal curves give equal bytes with the same matplotlib.
+
+        Raises:
+            PluginError: matplotlib is not installed.
+        """
+        return picture(form, lambda figure: draw(figure.add_subplot(), self))
 
     def bytes_of(self, blocks: int) -> int | None:
         """Return the bytes of `blocks` blocks; None if the block's bytes are not known."""

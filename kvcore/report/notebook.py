@@ -16,21 +16,16 @@ from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
 from kvcore.cluster import ClusterResult
 from kvcore.errors import InputError, PluginError
-from kvcore.report import mrc, plots, quality
-from kvcore.report.charts import (
-    Chart,
-    Panel,
-    comparison_chart,
-    plan_chart,
-    sweep_axis,
-    sweep_chart,
-)
+from kvcore.report import plots
+from kvcore.report.charts import Chart, Panel
 from kvcore.report.comparison import ComparisonReport
 from kvcore.report.misses import SummaryReport
+from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import HEADERS, PlanReport
+from kvcore.report.quality import QualityReport
 from kvcore.report.routers import RoutersReport
 from kvcore.report.simulation import COLUMNS, TIMES
-from kvcore.report.sweep import SweepReport
+from kvcore.report.sweep import SweepReport, chart_axis
 from kvcore.report.tables import NONE, counted, share
 from kvcore.report.whatif import WhatIfReport
 from kvcore.serving import Result
@@ -104,24 +99,21 @@ def view(result: object) -> View:
 @view.register
 def _(result: Comparison) -> View:
     report = ComparisonReport(result)
-    chart = comparison_chart(report)
-    return View(
-        f"{report.headline}\n{'' if report.empty else report.reading}",
-        report.headers,
-        [] if report.empty else report.rows,
-        None if report.empty else _small(chart),
-    )
+    if report.empty:
+        return View(report.headline, [], [])
+    told = f"{report.headline}\n{report.reading}"
+    return View(told, report.headers, report.rows, _small(report.chart()))
 
 
 @view.register
 def _(result: Curves) -> View:
-    report = mrc.CurvesReport(result)
+    report = CurvesReport(result)
     if report.empty:
         return View(report.headline, [], [])
     headers, rows = report.headers, list(report.rows)
     # So many sizes make a line, and a long table: some of them, with the last.
     step = -(-len(rows) // SIZES)
-    return View(report.headline, headers, rows[::-step][::-1], lambda f: mrc.plot(report, f))
+    return View(report.headline, headers, rows[::-step][::-1], report.plot)
 
 
 @view.register
@@ -129,7 +121,7 @@ def _(result: Sweep) -> View:
     report = SweepReport(result)
     told = f"{report.headline}\n{report.reading}"
     try:
-        chart = sweep_chart(result, sweep_axis(result.grid, None))
+        chart = report.chart(chart_axis(result.grid, None))
     except InputError:  # no axis to draw it over, or several
         return View(told, report.headers, report.rows)
     return View(told, report.headers, report.rows, _small(chart))
@@ -138,7 +130,7 @@ def _(result: Sweep) -> View:
 @view.register
 def _(result: FleetPlan) -> View:
     report = PlanReport(result)
-    plot = _small(plan_chart(report)) if result.options else None
+    plot = _small(report.chart()) if result.options else None
     return View(f"{report.headline}\n{report.limit}", HEADERS, report.rows, plot)
 
 
@@ -167,9 +159,9 @@ def _(result: Explanation) -> View:
 
 @view.register
 def _(result: Quality) -> View:
-    report = quality.QualityReport(result)
+    report = QualityReport(result)
     told = f"{report.headline}\n{report.reading}"
-    return View(told, report.headers, report.rows, lambda form: quality.plot(report, form))
+    return View(told, report.headers, report.rows, report.plot)
 
 
 @view.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -10,9 +11,10 @@ from kvcore.analysis.fleet import Fleet
 from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.config.run_config import is_plain
 from kvcore.plugins.options import as_text
+from kvcore.report.charts import Chart, Panel, as_percent
 from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
-from kvcore.units import format_bytes, format_seconds
+from kvcore.units import BINARY, format_bytes, format_number, format_seconds
 
 HEADERS = (
     *("replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"),
@@ -90,6 +92,31 @@ class PlanReport:
             "tokens that one replica gets.\n"
             f"Setup: kvcore {version()}; {'; '.join(parts)}."
         )
+
+    def chart(self) -> Chart:
+        """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
+        plan, setup = self.plan, self.plan.setup
+        fleets = {self.fleet(option.fleet): option for option in plan.options}
+
+        def bars(value: Callable[[Option], float]) -> dict[str, list[tuple[float, float]]]:
+            return {name: [(0, value(option))] for name, option in fleets.items()}
+
+        gib = BINARY["GiB"]
+        pools = bars(lambda each: each.pool_bytes * each.fleet.replicas / gib)
+        hosts = bars(lambda each: each.fleet.host_bytes * each.fleet.replicas / gib)
+        within = bars(lambda each: each.served.attainment)
+        asked = ("asked for", plan.percentile / 100)
+        panels = [
+            Panel("GPUs", bars(lambda each: each.fleet.gpus), "{:g}".format),
+            Panel("K/V memory in all, GiB", pools, format_number),
+            Panel("host RAM in all, GiB", hosts, format_number),
+            Panel("within the SLO", within, as_percent, asked),
+        ]
+        title = self.headline.splitlines()[-1]
+        if fleets:
+            requests = counted(plan.requests, "request")
+            title = f"Fleets for {setup['workload']}, {requests}, {setup['slo']}"
+        return Chart(title, self.closing, "", panels)
 
     def fleet(self, fleet: Fleet) -> str:
         """Return a fleet in words."""

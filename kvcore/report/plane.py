@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.models.memory import KVLayout
-from kvcore.report.mrc import INK, log_axis, picture
+from kvcore.report.figure import INK, log_axis, picture
 from kvcore.report.tables import block_bytes, looked_up, memory_fields, replay_setup, share
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds

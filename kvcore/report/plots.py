@@ -23,7 +23,7 @@ from kvcore.cache import Residency
 from kvcore.errors import InputError, shorten
 from kvcore.histogram import Histogram, borders
 from kvcore.report.charts import end_labels
-from kvcore.report.mrc import COLOURS, GREY, INK, PALE, picture
+from kvcore.report.figure import COLOURS, GREY, INK, PALE, add_title, log_ticks, picture
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, printable, setup
 from kvcore.request import SLO
@@ -510,9 +510,8 @@ def _framed(
 
     def fill_in(figure: Figure) -> None:
         draw(figure)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        told = "\n".join(fill(printable(line), **CAPTION) for line in caption.splitlines())
-        figure.supxlabel(told, x=0.01, ha="left", fontsize=5.5, color=GREY)
+        lines = (fill(printable(line), **CAPTION) for line in caption.splitlines())
+        add_title(figure, title, "\n".join(lines))
 
     return picture(form, fill_in, inches)
 
@@ -640,17 +639,15 @@ def _shares(axes: Axes) -> None:
 def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -> None:
     """Set a logarithmic axis from `low` to `high` seconds, with a limited number of ticks."""
     low, high = low / 1.15, high * 1.15
-    first, last = floor(log10(low)), ceil(log10(high))
-    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 3)]
-    inside = [tick for tick in ticks if low <= tick <= high]
-    if len(inside) > most:
-        powers = [tick for tick in ticks[::2] if low <= tick <= high]
-        inside = powers[:: ceil(len(powers) / most)]
+    ticks = log_ticks(low, high)
+    if len(ticks) > most:
+        powers = [tick for tick in ticks if log10(tick).is_integer()]
+        ticks = powers[:: ceil(len(powers) / most)]
     axes = axis.axes
     across = axis is axes.xaxis
     (axes.set_xscale if across else axes.set_yscale)("log")
     (axes.set_xlim if across else axes.set_ylim)(low, high)
-    axis.set_ticks(inside, [format_seconds(tick) for tick in inside])
+    axis.set_ticks(ticks, [format_seconds(tick) for tick in ticks])
     axis.set_ticks([], minor=True)
     if label:
         axis.set_label_text(label)
@@ -664,9 +661,8 @@ def _empty(axes: Axes, text: str) -> None:
 
 def _plain(*panels: Axes) -> None:
     for axes in panels:
-        axes.grid(color=PALE, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=3, labelsize=8)
+        axes.grid()
+        axes.tick_params(labelsize=8)
 
 
 def _document(file: Path) -> Any:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.analysis.quality import FULL, Quality, QualityRow
-from kvcore.report.mrc import (
+from kvcore.report.figure import (
     COLOURS,
     GREY,
     INK,
     MARGIN,
     MARKERS,
-    PALE,
+    add_title,
     log_axis,
-    percent,
     picture,
 )
+from kvcore.report.mrc import percent
 from kvcore.report.tables import counted
 from kvcore.trace.fields import version
 from kvcore.units import format_number
@@ -120,6 +120,17 @@ class QualityReport:
         """Return the comparison as a JSON object."""
         return attrs.asdict(self.quality)
 
+    def plot(self, form: str) -> bytes:
+        """Return a plot of the losses by bytes per token, as `png` or `svg` bytes.
+
+        One panel a measure. A policy has a colour, a codec a line and a marker; the black line
+        is all tokens in one codec after another.
+
+        Raises:
+            PluginError: matplotlib is not installed.
+        """
+        return picture(form, lambda figure: draw(figure, self), INCHES)
+
     def _best(self, what: str, of: Callable[[QualityRow], float]) -> str:
         """Return a sentence with the rows that are best at a budget, if there are any."""
         won: dict[str, list[str]] = {}
@@ -146,18 +157,6 @@ class QualityReport:
         return f"All tokens take no more, so nothing goes: {', '.join(told)}." if told else ""
 
 
-def plot(report: QualityReport, form: str) -> bytes:
-    """Return a plot of the losses by bytes per token, as `png` or `svg` bytes.
-
-    One panel a measure. A policy has a colour, a codec a line and a marker; the black line is
-    all tokens in one codec after another.
-
-    Raises:
-        PluginError: matplotlib is not installed.
-    """
-    return picture(form, lambda figure: draw(figure, report), INCHES)
-
-
 def draw(figure: Figure, report: QualityReport) -> None:
     """Draw the panels and a legend into a matplotlib `figure`."""
     quality = report.quality
@@ -169,13 +168,9 @@ def draw(figure: Figure, report: QualityReport) -> None:
         every[-1].set_axis_off()
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.suptitle(
-        f"{quality.generator}, {counted(quality.texts, 'text')} of "
-        f"{quality.prompt_tokens:,} + {counted(quality.tokens, 'token')}",
-        x=0.01,
-        ha="left",
-        fontsize="medium",
-    )
+    texts = f"{counted(quality.texts, 'text')} of {quality.prompt_tokens:,}"
+    tokens = counted(quality.tokens, "token")
+    add_title(figure, f"{quality.generator}, {texts} + {tokens}")
 
 
 def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) -> None:
@@ -222,6 +217,4 @@ def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) 
         axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_title(label, loc="left", fontsize="small")
     axes.xaxis.label.set_fontsize("small")
-    axes.grid(color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=3)
+    axes.grid()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvcore.cache.residency import TIER
-from kvcore.report.tables import NONE, counted, named, setup, share
+from kvcore.report.tables import NONE, TableRow, bars, counted, named, setup, share
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -170,8 +170,6 @@ def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
-BARS = "▁▂▃▄▅▆▇█"
-
 WIDTH = 48
 """Columns of the line that shows the pool over time."""
 
@@ -189,8 +187,6 @@ RESTING = {
     "lifetime_s": "in the cache, at eviction",
     "hits_at_eviction": "hits, at eviction",
 }
-
-TableRow = list[str]
 
 
 def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -492,8 +488,7 @@ def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDT
         return ""
     first, step = times[0], (times[-1] - times[0]) / width
     moments = (first + (place + 0.5) * step for place in range(width))
-    seen = (shares[bisect_right(times, moment) - 1] for moment in moments)
-    return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in seen)
+    return bars(shares[bisect_right(times, moment) - 1] for moment in moments)
 
 
 def _cells(spread: Mapping[str, float] | None, write: Any) -> TableRow:

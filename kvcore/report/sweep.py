@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,22 @@ import attrs
 import orjson
 
 from kvcore.analysis import Belady
-from kvcore.analysis.sweep import Row, Sweep, axes_of
+from kvcore.analysis.sweep import Grid, Row, Sweep, axes_of
 from kvcore.config.run_config import is_plain
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
+from kvcore.report.charts import Chart, Panel
 from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
 """The axes whose values compete; cells that differ in nothing else are a contest."""
+
+MOST_LINES = 24
+"""Lines of a chart that can be told apart."""
 
 
 @attrs.frozen
@@ -136,6 +141,34 @@ class SweepReport:
         parts = [f"{name} {written(name, row)}" for name in told]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
 
+    def chart(self, axis: str) -> Chart:
+        """Return a chart of the cells over the values of an axis, as `chart_axis` allows it.
+
+        Cells that failed have no point.
+        """
+        sweep, grid = self.sweep, self.sweep.grid
+        others = [name for name in grid.varied if name != axis]
+        # A policy comes first: its name alone says more than that of what it is given.
+        others.sort(key=lambda name: name not in ("eviction", "scheduler"))
+        column = "pool_bytes" if axis == "memory" else axis
+        panels = []
+        for measure in self.measures:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in sweep.rows:
+                name = ", ".join(written(each, row) for each in others) or measure.title
+                value = row[measure.column]
+                points = lines.setdefault(name, [])
+                if value is not None and row[column] is not None:
+                    points.append((row[column], value))
+            label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+            panels.append(Panel(label, lines, measure.text))
+        if not panels:
+            panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
+        place: Callable[[float], str] = format_number
+        if axis == "memory":
+            place = _bytes
+        return Chart(self.headline.partition(". ")[0], self.setup, axis, panels, place)
+
     @property
     def _competing(self) -> list[str]:
         return [name for name in self.sweep.grid.varied if name in POLICIES]
@@ -185,6 +218,41 @@ class SweepReport:
         axes = self._competing or ["eviction"]
         names = [" + ".join(str(row[name]) for name in axes) for row in rows]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def chart_axis(grid: Grid, asked: str | None) -> str:
+    """Return the axis over which a sweep is drawn: `asked`, or the only one with numbers.
+
+    Raises:
+        InputError: `asked` has no several numbers; or it is None and there are several axes,
+            or none; or there would be too many lines.
+    """
+    numbers = [name for name in grid.varied if _is_number(name, grid.axes[name])]
+    names = " and ".join(numbers)
+    if asked is not None and asked not in numbers:
+        there = f"there are: {names}" if numbers else "no axis has several numbers"
+        msg = f"--plot-axis {asked}: no axis of numbers that varies; {there}"
+    elif not numbers:
+        msg = "--plot: no number varies: give blocks, memory or rate_scale several values"
+    elif asked is None and len(numbers) > 1:
+        msg = f"--plot: {names} vary: choose one of them with --plot-axis"
+    else:
+        axis = asked or numbers[0]
+        lines = prod(len(grid.axes[name]) for name in grid.varied if name != axis)
+        if lines <= MOST_LINES:
+            return axis
+        msg = f"--plot: {lines} lines over {axis} cannot be told apart; {MOST_LINES} can"
+    raise InputError(msg)
+
+
+def _is_number(name: str, values: Iterable[Any]) -> bool:
+    if name in ("seed", "chunked"):
+        return False
+    return name == "memory" or all(type(value) in (int, float) for value in values)
+
+
+def _bytes(value: float) -> str:
+    return format_bytes(int(value))
 
 
 def sweep_document(sweep: Sweep) -> dict[str, Any]:

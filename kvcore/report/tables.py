@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 
@@ -20,6 +20,19 @@ Named = TypeVar("Named", "Row", "Curve")
 
 NONE = "–"
 """The cell of a value that there is none of."""
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+TableRow: TypeAlias = list[str]
+
+Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequence[str]]
+"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
+
+
+def bars(shares: Iterable[float]) -> str:
+    """Draw shares as one bar each; a bar of full height is a share of 1."""
+    return "".join(BARS[min(int(each * len(BARS)), len(BARS) - 1)] for each in shares)
 
 
 def share(part: float | None) -> str:

@@ -8,14 +8,14 @@ from functools import cached_property
 from itertools import cycle
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
 from kvcore.analysis.measured import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore.analysis.validation import GROUPS, Compared, Errors, Validation
-from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, picture
-from kvcore.report.tables import NONE, counted, printable
+from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
+from kvcore.report.tables import NONE, Section, counted, printable
 from kvcore.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "throughput"}
 UNITS = {"ttft": "", "tpot": "", "throughput": ", output tokens/s"}
-
-Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequence[str]]
-"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
 
 SMALL = 0.01
 """Share of the rows below which a group is left out of the table; JSON has it."""
@@ -196,7 +193,7 @@ class ValidationReport:
             title=by.replace("_", " "), frameon=False, fontsize=8,
         )  # fmt: skip
         title = f"{Path(self.validation.source).name}: {counted(len(of_all), 'row')}"
-        figure.suptitle(printable(title), x=0.01, ha="left", fontsize=10)
+        add_title(figure, printable(title))
 
     def _groups(self) -> Iterator[tuple[str, str, list[Compared]]]:
         for by in self.by:
@@ -252,8 +249,7 @@ def _frame(
     axes.tick_params(labelsize=8)
     axes.set_xlabel(f"measured {NAMES[measure]}{UNITS[measure]}")
     axes.set_ylabel(f"simulated {NAMES[measure]}")
-    axes.grid(color=PALE, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid()
     if errors is not None:
         told = f"median {errors.signed:+.1%}\nabsolute {errors.absolute:.1%}"
         axes.text(0.04, 0.96, told, transform=axes.transAxes, va="top", fontsize=8, color=GREY)

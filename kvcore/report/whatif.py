@@ -11,7 +11,7 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, plugin_text, setup, share
+from kvcore.report.tables import NONE, TableRow, counted, plugin_text, setup, share
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"
@@ -20,8 +20,6 @@ MANY = 10
 """Times as much, from which a change is told as a factor."""
 
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
-
-Row = list[str]
 
 
 @attrs.frozen
@@ -64,12 +62,12 @@ class WhatIfReport:
         return setup({**found.header, **config, "kvcore": found.here, "plugins": plugins})
 
     @property
-    def headers(self) -> Row:
+    def headers(self) -> TableRow:
         """Headers of the table of both runs."""
         return ["", "recorded", "what if", "change"]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """Rows of the table of both runs, the most important first."""
         _, *runs = self._parts
         return list(run_rows(runs, timed=self.whatif.timed))
@@ -92,7 +90,7 @@ class WhatIfReport:
         return text
 
     @property
-    def tables(self) -> Iterator[tuple[Row, list[Row]]]:
+    def tables(self) -> Iterator[tuple[TableRow, list[TableRow]]]:
         """Tables (headers, rows) of the requests that gained and lost most."""
         found = self.whatif
         for title, changes in (
@@ -109,18 +107,18 @@ class WhatIfReport:
         return self.whatif, self.whatif.recorded, self.whatif.rerun
 
     @property
-    def _columns(self) -> Row:
+    def _columns(self) -> TableRow:
         times = ["TTFT, recorded", "TTFT, what if"] if self.whatif.timed else []
         return ["prompt", "hit, recorded", "hit, what if", *times]
 
-    def _request(self, change: Change) -> Row:
+    def _request(self, change: Change) -> TableRow:
         fates = change.recorded, change.rerun
         times = [_ttft(fate.ttft) for fate in fates] if self.whatif.timed else []
         hits = [f"{fate.hit_tokens:,}" for fate in fates]
         return [str(change.request), f"{change.prompt:,}", *hits, *times]
 
 
-def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[Row]:  # noqa: C901 - in order
+def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[TableRow]:  # noqa: C901 - in order
     """Yield the rows of a table of runs, the most important first.
 
     A row has its name, the value of the first run, and of each other its value and how that
@@ -161,7 +159,7 @@ def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[Row]:  # no
     yield _row("rejected", [run.rejected for run in runs], _count)
 
 
-def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> Row:
+def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> TableRow:
     before = values[0]
     cells = [NONE if value is None else write(value) for value in values]
     changes = [change_text(before, after, write) for after in values[1:]]
