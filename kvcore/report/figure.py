@@ -83,11 +83,20 @@ def add_title(figure: Figure, title: str, caption: str = "") -> None:
         figure.supxlabel(caption, x=0.01, ha="left", fontsize=5.5, color=GREY)
 
 
+DIGITS = (1, 3), (1, 2, 5), range(1, 10), [tenths / 10 for tenths in range(10, 100)]
+"""Ticks of a logarithmic axis within a power of ten: the first of these that has several."""
+
+
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return the ticks of a logarithmic axis: 1 and 3 times the powers of ten within it."""
+    """Return the ticks of a logarithmic axis: several, if `high` is at least 1.15 `low`."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
-    ticks = (digit * 10.0**power for power in powers for digit in (1, 3))
-    return [tick for tick in ticks if low <= tick <= high]
+    ticks: list[float] = []
+    for digits in DIGITS:
+        ticks = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) > 1:
+            break
+    return ticks
 
 
 def log_axis(axis: Axis, low: float, high: float, label: str, sign: str = "") -> None:

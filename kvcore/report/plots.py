@@ -642,7 +642,8 @@ def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -
     ticks = log_ticks(low, high)
     if len(ticks) > most:
         powers = [tick for tick in ticks if log10(tick).is_integer()]
-        ticks = powers[:: ceil(len(powers) / most)]
+        ticks = powers if len(powers) > 1 else ticks
+        ticks = ticks[:: ceil(len(ticks) / most)]
     axes = axis.axes
     across = axis is axes.xaxis
     (axes.set_xscale if across else axes.set_yscale)("log")

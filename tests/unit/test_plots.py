@@ -10,10 +10,13 @@ import attrs
 import orjson
 import pytest
 from helpers import traces
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, PluginError, Trace, simulate
 from kvcore.analysis.timeline import Kind, Timeline
 from kvcore.report import plots
+from kvcore.report.figure import log_ticks
 from kvcore.trace import rebuild_residency
 
 pytest.importorskip("matplotlib")
@@ -233,3 +236,12 @@ def test_without_matplotlib(served, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"a plot needs matplotlib .*'kvcore\[lab\]'"):
         plots.occupancy(served, "png")
+
+
+@given(st.floats(1e-9, 1e6), st.floats(1.15, 1e5))
+def test_a_logarithmic_axis_has_ticks(low, ratio):
+    """Several, all on it, however short it is."""
+    ticks = log_ticks(low, low * ratio)
+    assert len(ticks) > 1
+    assert ticks == sorted(ticks)
+    assert low <= ticks[0] < ticks[-1] <= low * ratio
