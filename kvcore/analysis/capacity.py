@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.analysis.early_end import DecidedError, EarlyEndLoop, loop_of
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
@@ -20,10 +20,9 @@ from kvcore.request import Request
 from kvcore.serving import Result
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
-from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import NEVER, AllocatorFactory, Arrivals, ServingLoop
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor
+from kvcore.serving.loop import NEVER, AllocatorFactory
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
-from kvcore.serving.scheduler import Batching, Scheduler
 
 if TYPE_CHECKING:
     from kvcore.cluster import ClusterResult
@@ -185,18 +184,10 @@ class _Search:
         if config.allocation == "contiguous":
             cache = contiguous_cache(cache)
             allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
-        loop = _QueueLoop(
-            Arrivals(self.requests, config.rate_scale, prefetches=cache.tiers is not None),
-            cache,
-            again.scheduler(),
-            SimulatedExecutor(latency),
-            parts.batching,
-            slo=again.slo,
-            allocator=allocator,
-        )
+        executor = SimulatedExecutor(latency)
+        loop = loop_of(_QueueLoop, again, self.requests, cache, executor, allocator)
         loop.moments = self._moments(loop, again, latency)
-        with suppress(_QueueDecidedError):
-            loop.run()
+        loop.run_until_decided()
         self.tick(1)
         if loop.grows is None:
             run = Result(loop.log, cache, parts.batching, latency, None)
@@ -228,11 +219,7 @@ class _Search:
         return moments(came[0], came[-1])[: -LAST - 1 : -1]
 
 
-class _QueueDecidedError(Exception):
-    """Ends a run as soon as it is known whether its queue grows."""
-
-
-class _QueueLoop(ServingLoop):
+class _QueueLoop(EarlyEndLoop):
     """A serving loop that ends when it is decided whether its queue grows.
 
     That is after the last arrival, or, if it does not grow, before.
@@ -244,32 +231,16 @@ class _QueueLoop(ServingLoop):
 
     moments: list[int]
     grows: bool | None = None
-
-    def __init__(
-        self,
-        arrivals: Arrivals,
-        cache: KVCache,
-        scheduler: Scheduler,
-        executor: Executor,
-        batching: Batching,
-        **options: Any,
-    ) -> None:
-        super().__init__(arrivals, cache, scheduler, executor, batching, **options)
-        self.moments = []
-        self._max_seqs = batching.max_seqs
-        self._all_came: int | None = None
-
-    def _planned(self, now: int) -> None:
-        """Record nothing of the pool: its use is not reported."""
+    _all_came: int | None = None
 
     def _pass(self, *step: Any) -> int:
         """Move the clock over steps that have run; look at the queue of the time before."""
         now = super()._pass(*step)
-        # Whoever was admitted before `now` is known: the clock has gone on.
+        # All jobs that were admitted before `now` are known: the clock has gone on.
         while self.moments and self.moments[-1] < now:
             if not self._waits(self.moments.pop()):
                 self.grows = False
-                raise _QueueDecidedError
+                raise DecidedError
         if self._all_came is None:
             if self._arrivals.next_at >= NEVER and not self._arrivals.following:
                 self._all_came = now
@@ -295,11 +266,11 @@ class _QueueLoop(ServingLoop):
             [log.admitted[row] for row in rows]
             + [job.admitted for job in jobs if job.admitted is not None],
             [log.finish[row] for row in rows],
-            self._max_seqs,
+            self.batcher.batching.max_seqs,
         )
         if queue is None or not queue.grows or queue.persists:
             self.grows = queue is not None and queue.grows
-            raise _QueueDecidedError
+            raise DecidedError
 
 
 def _two_digits(number: float, rounding: str) -> float:

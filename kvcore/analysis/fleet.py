@@ -11,16 +11,16 @@ from typing import Any, Literal, Self
 import attrs
 
 from kvcore.analysis.belady import Foresight
+from kvcore.analysis.early_end import DecidedError, EarlyEndLoop, loop_of
 from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.runner import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
-from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import Arrivals, ServingLoop
 from kvcore.serving.result import Outcome
+from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
 
@@ -273,28 +273,16 @@ def _served(
         begin = requests[0].arrival
         replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
     latency.bind()
-    loop = _JudgedLoop(
-        Arrivals(requests, config.rate_scale, prefetches=cache.tiers is not None),
-        cache,
-        parts.scheduler(),
-        SimulatedExecutor(latency),
-        parts.batching,
-        slo=parts.slo,
-        allocator=DecodeAllocator,
-    )
+    kind, executor = _JudgedLoop, SimulatedExecutor(latency)
+    if config.drafter is not None:
+        kind, executor = _JudgedDrafts, SpeculativeSimulator(latency, parts.built("drafter"))
+    loop = loop_of(kind, parts, requests, cache, executor)
     loop.most_missed = most_missed
-    try:
-        loop.run()
-    except _TooManyMissedError:
-        return loop.log, False
-    return loop.log, True
+    whole = loop.run_until_decided()
+    return loop.log, whole
 
 
-class _TooManyMissedError(Exception):
-    """Ends a run in which too many requests have missed their SLO."""
-
-
-class _JudgedLoop(ServingLoop):
+class _JudgedLoop(EarlyEndLoop):
     """A serving loop that ends when more requests have missed their SLO than may.
 
     Attributes:
@@ -304,14 +292,15 @@ class _JudgedLoop(ServingLoop):
     most_missed: Fraction
     _looked = 0
 
-    def _planned(self, now: int) -> None:
-        """Record nothing of the pool: its use is not reported."""
-
     def _pass(self, *step: Any) -> int:
         """Advance the clock over executed steps; now and then, count missed SLOs."""
         verdicts = self.log.verdict
         if len(verdicts) > self._looked + LOOK:
             self._looked = len(verdicts)
             if verdicts.count(MISSED) > self.most_missed:
-                raise _TooManyMissedError
+                raise DecidedError
         return super()._pass(*step)
+
+
+class _JudgedDrafts(_JudgedLoop, SpeculativeLoop):
+    """The same loop where steps verify drafts."""

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import attrs
 
 from kvcore.analysis.fleet import GRANTS, Fleet, FleetTask, Served
-from kvcore.analysis.sweep.grid import Grid
+from kvcore.analysis.sweep.grid import CLUSTER, Grid
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.plan import Executor, ThisProcess
 from kvcore.analysis.sweep.runner import CellRun, Outcome, WorkloadCache
@@ -186,6 +186,7 @@ def plan(
     degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
+    _check_options(grid)
     tiers = read_option("tier", tier)
     cells = [attrs.evolve(cell, tier=tiers) for cell in grid]
     if cells[0].slo == SLO():
@@ -194,6 +195,20 @@ def plan(
     planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
     planner.add(cells, counts)
     return planner.plan(counts, policies, progress or silent)
+
+
+def _check_options(grid: Grid) -> None:
+    """Raise InputError for several values of an option, and for options of clusters."""
+    for name, values in grid.axes.items():
+        if name in CLUSTER:
+            msg = (
+                f"{name}: a plan divides sessions by hash among replicas that are always up: "
+                "leave it out"
+            )
+            raise InputError(msg)
+        if len(values) > 1 and name != "tensor_parallel":
+            msg = f"{name}: {len(values)} values were given, and a plan is for one: give one"
+            raise InputError(msg)
 
 
 def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
@@ -323,12 +338,8 @@ class _Planner:
         """Return the options that all fleets have in common, as a table has them."""
         cell = next(iter(self.cells.values()))
         searched = ("tensor_parallel", "blocks", "pool_bytes")
-        # Replicas of a fleet are simulated one by one, and divide sessions by hash.
-        of_clusters = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
         row = CellRun(cell, self.known).row
-        return {
-            name: value for name, value in row.items() if name not in (*searched, *of_clusters)
-        }
+        return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER)}
 
     def _meets(self, fleet: Fleet) -> bool:
         """Return True if enough requests met their SLO."""
