@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from kvcore.trace import events
 
 SHARES_NOTHING = "none"
-"""The prefix cache that stores nothing for others."""
+"""The prefix cache in which no request shares blocks with another."""
 
 
 class MissClassifier:
     """Classifies the misses of every first admission while a trace is read.
 
     Attributes:
-        state: the cache, rebuilt.
-        requests: what became of those heard of, by id.
-        elsewhere: of a replica, how many blocks of a prompt another one had when it was
-            routed, and which, by request; None: there is no other.
+        state: the state of the cache, rebuilt from the trace.
+        requests: the misses of each request so far, by id.
+        elsewhere: on a cluster, by request, the blocks of its prompt that another replica held
+            when the request was routed, and the number of that replica; None on one server.
     """
 
     elsewhere: dict[Id, tuple[int, int]] | None = None
@@ -50,9 +50,10 @@ class MissClassifier:
         state: CacheState | None = None,
         places: dict[Any, DivergencePoint] | None = None,
     ) -> None:
-        """Start with an empty cache; one that is given is kept up to date by others.
+        """Start with an empty cache, or with a `state` that the caller keeps up to date.
 
-        Replicas may share `places`, where prompts part, so that each is counted once.
+        Replicas share `places`, the points at which prompts diverge, so that each point is
+        counted once.
         """
         self.state = CacheState(header) if state is None else state
         self.requests: dict[Id, RequestMisses] = {}
@@ -62,17 +63,19 @@ class MissClassifier:
         self._by_key = header.count == "keys"
         prefix = header.plugins.get("prefix")
         self._shares = prefix is None or prefix.name != SHARES_NOTHING
-        # By block, the eviction that took it last, and the latest admission that has it.
+        # By block, its last eviction, and the latest admission that contains it.
         self._evictions: LastEventIndex[Eviction] = LastEventIndex(self._ratio)
         self._senders: LastEventIndex[int] = LastEventIndex(self._ratio)
-        # The DROP by which it left a tier last; those that made room for nothing yet, by tier.
+        # By block, the DROP by which it left a tier last. By tier, the DROPs for room whose
+        # OFFLOAD is still to come.
         self._drops: LastEventIndex[TierDrop] = LastEventIndex(self._ratio)
         self._short: dict[str, list[events.Discard]] = {}
-        # The first admissions, in order: what each admits, and who wants its blocks next.
+        # The first admissions, in order: their prompts, and runs (request, end) that say which
+        # later request wants their blocks next.
         self._admissions: list[TracedPrompt] = []
         self._runs: list[list[tuple[int, int]]] = []
         self._serials: dict[Id, int] = {}
-        # By key, the latest admission that goes on after it.
+        # By key, the latest admission with a key after it.
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
@@ -107,17 +110,17 @@ class MissClassifier:
         """Apply the next event after HEADER.
 
         Raises:
-            ViolationError: the event names what is not there.
+            ViolationError: the event names a request, span or sequence that does not exist.
         """
         victim = self.before(event)
         self.state.apply(event)
         self.after(event, victim)
 
     def before(self, event: events.Event) -> tuple[TracedSpan, int] | None:
-        """Return the span that `event` evicts from, and its end before the eviction.
+        """Return the span from which `event` evicts, and its end before the eviction.
 
-        Called before it is applied to the state. A span that is not there is None: that the
-        line is wrong is told when it is applied.
+        Called before the event is applied to the state. None: the event evicts nothing, or
+        names no span, which is an error once it is applied.
         """
         if getattr(event, "scope", None) != "cache":
             return None
@@ -125,10 +128,10 @@ class MissClassifier:
         return None if span is None else (span, span.end)
 
     def after(self, event: events.Event, victim: tuple[TracedSpan, int] | None) -> None:
-        """Classify what an event means, which the state has.
+        """Record an event that has been applied to the state; `victim` is from `before`.
 
         Raises:
-            ViolationError: the event names what is not there.
+            ViolationError: the event names a request, span or sequence that does not exist.
         """
         if victim is not None:
             self._evict(event, *victim)  # type: ignore[arg-type]
@@ -177,7 +180,7 @@ class MissClassifier:
         self.requests[event.request].rejected = event.why
 
     def _keys(self, event: events.Keys) -> None:
-        """Record the keys of generated blocks: later prompts may contain them."""
+        """Record the keys of generated blocks, which later prompts may contain."""
         serial = self._serials.get(event.request)
         if serial is None:
             return
@@ -270,7 +273,7 @@ class MissClassifier:
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
     ) -> Iterator[MissSegment]:
-        """Yield the missed segments that lower tiers have, as if none were loaded."""
+        """Yield the missed segments that lower tiers hold, before any load of them."""
         tiers, size = self.state.tiers, self._size
         if tiers is None:
             return
@@ -284,7 +287,7 @@ class MissClassifier:
             )
 
     def _load_start(self, event: events.LoadStart) -> None:
-        """Record that blocks of a first admission are loaded; the rest of the tier's is not."""
+        """Record a load for a first admission; other blocks in the tier are recomputed."""
         reasons, tiers = self.requests.get(event.request), self.state.tiers
         if reasons is None or reasons.seq != event.seq or tiers is None:
             return
@@ -302,7 +305,7 @@ class MissClassifier:
                 )
             for part in loss.between(end, loss.end):
                 if part.tier == event.tier and part.first == end:
-                    # It would have waited for what is loaded.
+                    # Its load would have waited for the one that begins.
                     blocks = part.tokens // size
                     took = tiers.tier(event.tier).load_ns(blocks, event.t)
                     part = attrs.evolve(part, load_ns=took)  # noqa: PLW2901
@@ -310,7 +313,7 @@ class MissClassifier:
         reasons.losses = losses
 
     def _load(self, event: events.Load) -> None:
-        """Record what a load has brought, and by the wall clock how long it took."""
+        """Record the blocks that a load has brought and, by the wall clock, its duration."""
         reasons, size = self.requests.get(event.request), self._size
         if reasons is None or reasons.seq != event.seq:
             return
@@ -397,7 +400,7 @@ class MissClassifier:
     ) -> Iterator[MissSegment]:
         """Yield the missed segment from block `first` on: new or uncacheable tokens.
 
-        Of the prompt's blocks so many were `sent` before.
+        Earlier prompts have the first `sent` blocks of the prompt.
         """
         at = first * self._size
         tokens = reasons.tokens - at
@@ -412,7 +415,7 @@ class MissClassifier:
     def _compulsory(
         self, reasons: RequestMisses, keys: list[Any], sent: int, first: int
     ) -> MissSegment:
-        """Classify a compulsory miss that starts after `sent` known blocks."""
+        """Classify a compulsory miss that starts after `sent` blocks of earlier prompts."""
         known = -(-sent // self._ratio)
         way, other, place, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
@@ -444,7 +447,10 @@ class MissClassifier:
     def _in_flight(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
     ) -> tuple[int, Id | None]:
-        """Return up to which block open sequences compute what follows, and whose they are."""
+        """Return the end of the blocks that open sequences compute after a hit, and a request.
+
+        The request is the one whose sequence reaches furthest; None if none reaches further.
+        """
         furthest, whose = hit, None
         keys, low = prompt.keys, hit // self._ratio
         for seq in self.state.sequences.values():
@@ -469,7 +475,7 @@ class MissClassifier:
     def _sender(self, keys: list[Any], end: int) -> Id | None:
         """Return the latest admitted request that contains the block before `end`.
 
-        None: only an earlier run had it, and left it in a tier.
+        None: only an earlier run had the block, and left it in a tier.
         """
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
         return None if serial is None else self._admissions[serial].id
@@ -478,14 +484,14 @@ class MissClassifier:
 Note = TypeVar("Note")
 
 Piece: TypeAlias = tuple[int, int, Note | None]
-"""Blocks from a first up to a last, and what was noted of them; None: nothing."""
+"""A run of blocks: its first block, its end, and its note (None without one)."""
 
 
 class LastEventIndex(Generic[Note]):
     """Maps each block to its latest event, such as the eviction that removed it.
 
-    A key stands for `ratio` blocks. Mostly they have one note; else the key has pieces, by
-    position within the key. A note is no tuple, and not None.
+    A key stands for `ratio` blocks. Mostly all of them have one event, called its note;
+    otherwise the key has pieces, by position within the key. A note is no tuple, and not None.
     """
 
     __slots__ = ("_of", "_ratio")
@@ -511,7 +517,7 @@ class LastEventIndex(Generic[Note]):
             yield parts[0][0], parts[-1][1], note
 
     def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
-        """Set the last event of some blocks of a key; keep that of its other blocks."""
+        """Set the event of some blocks of a key; keep the events of its other blocks."""
         base, ratio = index * self._ratio, self._ratio
         start, stop = max(first - base, 0), min(end - base, ratio)
         before = self._of.get(key)
@@ -522,7 +528,7 @@ class LastEventIndex(Generic[Note]):
         self._of[key] = (*earlier, (start, stop, note), *later)
 
     def _runs(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield runs of keys that share one event, and the pieces of keys that do not."""
+        """Yield runs of keys that share one event, and the pieces of keys with several."""
         ratio = self._ratio
         low, high = first // ratio, -(-end // ratio)
         at = low * ratio

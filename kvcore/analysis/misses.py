@@ -24,22 +24,22 @@ def explain(
     replica: int | str | None = None,
     tick: Tick = unseen,
 ) -> Explanation:
-    """Return what each request of a trace hit at first admission, and why no more.
+    """Return the hit of each request of a trace at first admission, and why the rest missed.
 
-    A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what it
-    holds could have happened. The lines before a cut are explained.
-    Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
+    A file with a right digest is trusted: `kvcore.trace.check_trace` checks whether its events
+    are possible. Of an incomplete trace the lines before the cut are explained. Costs about
+    twice such a check; memory grows with the distinct keys, about 300 bytes each.
 
     Args:
         file: the trace.
-        source: what to call it; None: by its path.
-        replica: of a cluster the one to explain, by its number, and that of its life if it
-            failed (`1:2`); None: all, and each request by the replica that served it last.
-        tick: called with the bytes of the file that are done.
+        source: the name of the trace in reports; None: its path.
+        replica: the number of a replica of a cluster, with that of its life if it failed
+            (`1:2`); None: all, with each request explained on the replica that served it last.
+        tick: called with the bytes of the file that have been read.
 
     Raises:
         InputError: the file cannot be opened.
-        TraceError: it has no HEADER, a line is damaged or contradicts what came before.
+        TraceError: the file has no HEADER, or a line is damaged or contradicts earlier ones.
     """
     reader = read_events(file) if replica is None else ServerReader(file, replica)
     found = reader.feed(_classifier, tick)
@@ -59,7 +59,7 @@ def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
 
 
 class Holders:
-    """The replicas that hold each key, with how many of the `ratio` blocks of the key."""
+    """The replicas that hold each key, and the number of its `ratio` blocks that each holds."""
 
     def __init__(self, ratio: int) -> None:
         self._ratio = ratio
@@ -70,7 +70,7 @@ class Holders:
         self._set(replica, keys, first // self._ratio, end)
 
     def remove(self, replica: int, keys: Sequence[Any], first: int, end: int) -> None:
-        """Remove the last blocks stored of a prompt, `[first, end)`. O(keys)."""
+        """Remove the last stored blocks of a prompt, `[first, end)`. O(keys)."""
         whole = first // self._ratio
         for key in keys[whole : -(-end // self._ratio)]:
             holders = self._of.get(key, {})
@@ -80,16 +80,16 @@ class Holders:
         self._set(replica, keys, whole, first)
 
     def lose(self, replica: int) -> None:
-        """Remove all that a replica had. O(all keys)."""
+        """Remove all blocks of a replica. O(all keys)."""
         for holders in self._of.values():
             holders.pop(replica, None)
         self._of = {key: holders for key, holders in self._of.items() if holders}
 
     def find(self, keys: Sequence[Any], replica: int) -> tuple[int, int | None]:
-        """Return how many blocks of a prompt a replica but `replica` has, and which one.
+        """Return the most blocks of a prompt on any replica but `replica`, and its number.
 
-        That with the most, the lowest of several; None: there is none. A replica that has a
-        block has those before it, so this is a bisection. O(log keys).
+        The lowest number of several; None if no other replica holds a block. A replica that
+        holds a block holds the blocks before it, so bisection finds the last. O(log keys).
         """
         of = self._of
 
@@ -115,14 +115,14 @@ class ClusterMisses:
 
     Attributes:
         header: the first line of the trace.
-        requests: what became of those heard of, by id.
+        requests: the misses of each request so far, by id.
     """
 
     def __init__(self, header: events.Header) -> None:
         """Start with the empty caches of a cluster.
 
         Raises:
-            ViolationError: HEADER says what cannot be.
+            ViolationError: HEADER describes no possible cluster.
         """
         from kvcore.trace.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
 
