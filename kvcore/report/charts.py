@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDE, HIGH, SMALL = 5.2, 4.4, (5.6, 3.0)
-"""Inches of a panel, and of a chart in a notebook."""
+"""Inches: width and height of a panel, and the size of a chart in a notebook."""
 
 CAPTION = 24
-"""Characters of the caption an inch."""
+"""Characters of the caption per inch."""
 
 BAR = 0.28
 """Inches of a bar."""
 
 NAME, GAP = 44, 0.055
-"""Characters of a name beside a line, and the room that it needs as a share of the height."""
+"""The most characters of a name beside a line, and its height as a share of the panel's."""
 
 DECADE = 8
-"""From which ratio of its largest and smallest value on an axis is logarithmic."""
+"""The ratio of its largest to its smallest value from which an axis is logarithmic."""
 
 TIERS = " + tiers"
-"""The end of the name of what a pool and the tiers below it hit: the same line, dashed."""
+"""End of the name of a line for the hits of pool and tiers: the line of the pool, dashed."""
 
 
 @attrs.frozen
@@ -44,10 +44,10 @@ class Panel:
     """Lines over an axis.
 
     Attributes:
-        label: what is drawn, with its unit.
+        label: the quantity, with its unit.
         lines: points (place on the axis, value) by the name of the line.
-        text: writes a value.
-        bound: the name and value of what no line exceeds, or is to reach.
+        text: formats a value.
+        bound: name and value of a limit that no line exceeds, or of a goal; None: no bound.
     """
 
     label: str
@@ -61,11 +61,11 @@ class Chart:
     """Panels side by side over one axis.
 
     Attributes:
-        title, caption: what was run, in a few words and with every option.
-        across: what the axis is, with its unit.
-        panels: what is drawn over it.
-        place: writes a value of the axis.
-        logarithmic: whether the axis may be, if its values are far apart.
+        title, caption: the run, in a few words and with all options.
+        across: the quantity of the axis, with its unit.
+        panels: the panels over the axis.
+        place: formats a value of the axis.
+        logarithmic: whether an axis with values far apart is logarithmic.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Chart:
     logarithmic: bool = True
 
     def plot(self, form: str, *, small: bool = False) -> bytes:
-        """Return the chart as `png` or `svg` bytes; a `small` one is the first panel alone.
+        """Return the chart as `png` or `svg` bytes; a `small` one has the first panel alone.
 
         Raises:
             PluginError: matplotlib is not installed.
@@ -131,10 +131,10 @@ def _lines(axes: Axes, panel: Panel) -> None:
             ends.append((*max(points), printable(shorten(name, NAME)), style["color"]))
     values = [value for points in panel.lines.values() for _, value in points]
     if panel.bound is not None:
-        told, bound = panel.bound
+        name, bound = panel.bound
         values.append(bound)
         axes.axhline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        text = f"{told}: {panel.text(bound)}"
+        text = f"{name}: {panel.text(bound)}"
         axes.annotate(
             text, (0, bound), (4, 3), xycoords=("axes fraction", "data"),
             textcoords="offset points", color=GREY, fontsize=8,
@@ -145,9 +145,9 @@ def _lines(axes: Axes, panel: Panel) -> None:
 
 
 def end_labels(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> None:
-    """Name lines at their ends, as (x, y, name, colour), none above another.
+    """Write names at the ends (x, y, name, colour) of lines, so that none overlap.
 
-    The limits of `axes` have to be set.
+    The limits of `axes` must be set before.
     """
     ends = sorted(ends, key=lambda end: end[1])
     low, high = axes.get_ylim()
@@ -163,7 +163,7 @@ def end_labels(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> Non
 def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Return places near ascending values that are `gap` apart, from `low` to `high`.
 
-    Values nearer than that make a group, which lies about its mean.
+    Values that are nearer to one another form a group, which is centred on its mean.
     """
     groups: list[tuple[float, int]] = []
     for value in values:
@@ -184,12 +184,12 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def _is_bound(name: str) -> bool:
-    """Return True if a line is that of the optimum, the black one."""
+    """Return True if a line is that of the optimum, which is black."""
     return re.split("[:,]| ", name)[0] in Belady.names
 
 
 def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
-    """Set the ticks of the horizontal axis: at each of some places, or at every few of many."""
+    """Set the ticks of the horizontal axis: at each place, or at some of many places."""
     step = -(-len(places) // DECADE)
     ticks = places[::-step][::-1]
     axes.set_xticks(ticks, [text(tick) for tick in ticks])
@@ -197,7 +197,7 @@ def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> Non
 
 
 def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None:
-    """Draw a bar for each name, with its value, in the row that all panels have it in."""
+    """Draw a bar for each name, with its value, in the same row in all panels."""
     drawn = {name: points[0][1] for name, points in panel.lines.items() if points}
     for name, value in drawn.items():
         row = rows.index(name)
@@ -208,10 +208,10 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None
         )  # fmt: skip
     values = [*drawn.values()]
     if panel.bound is not None:
-        told, bound = panel.bound
+        name, bound = panel.bound
         values.append(bound)
         axes.axvline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set_title(f"{told}: {panel.text(bound)}", loc="right", fontsize=8, color=GREY)
+        axes.set_title(f"{name}: {panel.text(bound)}", loc="right", fontsize=8, color=GREY)
     names = [printable(shorten(name, NAME)) if named else "" for name in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -227,5 +227,5 @@ def _few() -> Any:
 
 
 def as_percent(value: float) -> str:
-    """Write a share in percent with three digits: `12.3%`."""
+    """Format a share as a percentage with three digits: `12.3%`."""
     return f"{100 * value:.3g}%"

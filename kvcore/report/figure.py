@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FORMS = ("png", "svg")
 
-# Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
+# Okabe and Ito, "Color Universal Design", 2008: colour-blind people can distinguish them.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
 MARKERS = "osD^vP"
@@ -26,7 +26,7 @@ INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
 INCHES, DPI = (7.2, 4.4), 200
 
 MARGIN = 1.08
-"""Room beside the smallest and the largest size, as a factor."""
+"""Factor from the smallest and the largest value of an axis to its ends."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -67,7 +67,7 @@ def picture(
 
     file = io.BytesIO()
     with rc_context(STYLE), warnings.catch_warnings():
-        # A name may be in any script: what the font lacks is a box.
+        # Names may be in any script: a character that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure = module.Figure(figsize=inches, layout="constrained")
         draw(figure)

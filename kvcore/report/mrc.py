@@ -1,4 +1,4 @@
-"""Miss-ratio curves as plots, tables and CSV."""
+"""Report on miss-ratio curves: tables, CSV, a JSON object, and a plot."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 INSIDE, COLUMN = 7, 15
-"""Names that have room below the curves, and beside them in one column."""
+"""The most names in a legend below the curves, and in a column of one beside them."""
 
 DENSE = 600
-"""Points of the line of a curve that is known at every size."""
+"""Number of points in the line of a curve that is known at every size."""
 
 
 def draw(axes: Axes, report: CurvesReport) -> None:
@@ -148,8 +148,8 @@ class CurvesReport:
     """Curves as a table, CSV and a JSON object.
 
     Attributes:
-        curves: what is reported.
-        layout: what a block takes; None: sizes are told in blocks alone.
+        curves: the curves.
+        layout: the bytes of a block; None: sizes are reported in blocks alone.
     """
 
     curves: Curves
@@ -157,17 +157,17 @@ class CurvesReport:
 
     @property
     def headline(self) -> str:
-        """One sentence that says what the numbers are."""
+        """Sentences about the workload and the numbers."""
         curves, source = self.curves, self.curves.workload
         if self.empty:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\nNothing in them has a key to look up."
-        told = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
-        return f"{told}\nThe share of these that hit, by the size of the pool."
+        lookups = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
+        return f"{lookups}\nThe share of these that hit, by the size of the pool."
 
     @property
     def setup(self) -> str:
-        """What was run."""
+        """A sentence with all options of the run."""
         curves, shared = self.curves, {"name": SHARING, "options": {}}
         policies = ", ".join(plugin_text(c.eviction, c.options) for c in curves.curves)
         return replay_setup(
@@ -179,12 +179,12 @@ class CurvesReport:
 
     @property
     def empty(self) -> bool:
-        """True if nothing is looked up, so that the headline says everything."""
+        """True if nothing was looked up, so that there is nothing but the headline."""
         return not self.curves.lookup_blocks
 
     @property
     def headers(self) -> list[str]:
-        """Headers of the table: the pool size, then one column a policy."""
+        """Headers of the table: the pool size, then one column per policy."""
         memory = [] if self.layout is None else ["memory"]
         return ["blocks", "of all", *memory, *self.names]
 
@@ -195,7 +195,7 @@ class CurvesReport:
 
     @property
     def rows(self) -> Iterator[list[str]]:
-        """Rows of the table: one a pool size."""
+        """Rows of the table: one per pool size."""
         curves = self.curves.curves
         for place, blocks in enumerate(curves[0].blocks):
             taken = self.bytes_of(blocks)
@@ -209,7 +209,7 @@ class CurvesReport:
 
     @property
     def reading(self) -> str:
-        """Sentences about what the table shows."""
+        """Sentences about the results in the table."""
         curves = self.curves
         text = (
             f"A cache that never evicts holds {counted(curves.distinct_blocks, 'block')} in "
@@ -255,9 +255,9 @@ class CurvesReport:
         return document
 
     def write_csv(self, file: TextIO) -> None:
-        """Write a row a policy and size, with a header; ratios in full precision.
+        """Write a row per policy and size, with a header; ratios in full precision.
 
-        The options are one column, as JSON. An empty cell is no value.
+        The options are one column, as JSON. An empty cell is a missing value.
         """
         curves = self.curves
         about = curves.workload.name, curves.accounting, curves.block_size
@@ -282,7 +282,7 @@ class CurvesReport:
         return picture(form, lambda figure: draw(figure.add_subplot(), self))
 
     def bytes_of(self, blocks: int) -> int | None:
-        """Return the bytes of `blocks` blocks; None if the block's bytes are not known."""
+        """Return the bytes of `blocks` blocks; None without a layout."""
         return None if self.layout is None else blocks * self.layout.bytes_per_block
 
 

@@ -12,7 +12,7 @@ from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.config.run_config import is_plain
 from kvcore.plugins.options import as_text
 from kvcore.report.charts import Chart, Panel, as_percent
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import BINARY, format_bytes, format_number, format_seconds
 
@@ -22,7 +22,7 @@ HEADERS = (
 )
 
 SHOWN = 3
-"""How many policies are named that would do."""
+"""The most policies that are named as sufficient."""
 
 LIMITS = {
     "policy": "another policy does at this size",
@@ -31,7 +31,7 @@ LIMITS = {
     "compute": "no memory is enough",
     "none": "all that were tried do",
 }
-"""What each verdict means, in a few words."""
+"""The meaning of each verdict, in a few words."""
 
 
 @attrs.frozen
@@ -39,14 +39,14 @@ class PlanReport:
     """A plan as a table with sentences, and as a JSON object.
 
     Attributes:
-        plan: what is reported.
+        plan: the plan.
     """
 
     plan: FleetPlan
 
     @property
     def headline(self) -> str:
-        """What was asked for, and which fleet to take."""
+        """Sentences about the workload, the SLO and the best fleet."""
         plan, setup = self.plan, self.plan.setup
         asked = (
             f"{setup['workload']}: {counted(plan.requests, 'request')} to {setup['model']} on "
@@ -59,12 +59,12 @@ class PlanReport:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table, the fleet to take first."""
+        """Rows of the table, the best fleet first."""
         return [list(self._cells(option)) for option in self.plan.options]
 
     @property
     def limit(self) -> str:
-        """Why no smaller fleet does."""
+        """Sentences about why no smaller fleet meets the SLO."""
         limit = self.plan.limit
         text = f"Limit: {limit.verdict}: {LIMITS[limit.verdict]}."
         if limit.fleet is None:
@@ -83,10 +83,10 @@ class PlanReport:
 
     @property
     def closing(self) -> str:
-        """How it was found, and what all simulations have in common."""
+        """Sentences about the search, and the options that all simulations share."""
         setup = self.plan.setup
-        told = (name for name, value in setup.items() if value and not is_plain(name, value))
-        parts = [f"{name} {as_text(setup[name])}" for name in told]
+        names = (name for name, value in setup.items() if value and not is_plain(name, value))
+        parts = [f"{name} {as_text(setup[name])}" for name in names]
         return (
             "Sessions are divided among replicas by hash; busiest: the share of the prompt "
             "tokens that one replica gets.\n"
@@ -178,7 +178,7 @@ class PlanReport:
             format_bytes(option.pool_bytes),
             format_bytes(fleet.host_bytes) if fleet.host_bytes else NONE,
             share(served.attainment),
-            *(NONE if time is None else format_seconds(time["p99"]) for time in times),
+            *(cell(time["p99"] if time else None, format_seconds) for time in times),
             share(served.hit_ratio),
             share(served.busiest),
         )

@@ -1,4 +1,4 @@
-"""Report on a sweep, best policies first; its rows as CSV, JSON or Parquet."""
+"""Report on a sweep: tables of the best policies, a chart, and rows as CSV, JSON or Parquet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
-"""The axes whose values compete; cells that differ in nothing else are a contest."""
+"""The axes whose values compete: cells that differ in nothing else are compared."""
 
 MOST_LINES = 24
 """Lines of a chart that can be told apart."""
@@ -33,13 +33,13 @@ MOST_LINES = 24
 
 @attrs.frozen
 class Measure:
-    """A figure by which cells are ranked.
+    """A quantity by which cells are ranked.
 
     Attributes:
-        title: of the column with the best.
-        column: of the rows.
-        unit: the header of the column with its value.
-        text: writes a value.
+        title: header of the column with the best cells.
+        column: its column in the rows of a sweep.
+        unit: header of the column with its value.
+        text: formats a value.
         best: `max` or `min`.
     """
 
@@ -64,17 +64,17 @@ MEASURES: Mapping[str, Sequence[Measure]] = {
 
 @attrs.frozen
 class SweepReport:
-    """A sweep for people.
+    """A sweep as a table with sentences, and as a chart.
 
     Attributes:
-        sweep: what is reported.
+        sweep: the sweep.
     """
 
     sweep: Sweep
 
     @property
     def headline(self) -> str:
-        """How many cells there are, and of what."""
+        """A sentence about the cells of the sweep."""
         sweep, axes = self.sweep, self.sweep.grid.axes
         varied = ", ".join(f"{len(axes[name])} x {name}" for name in sweep.grid.varied)
         how = "simulated" if sweep.grid.mode == "simulate" else "replayed without a clock"
@@ -86,13 +86,13 @@ class SweepReport:
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table: the varied options, then the best by each measure."""
+        """Headers of the table: the varied options, then the best cells by each measure."""
         best = (header for each in self.measures for header in (each.title, each.unit))
         return [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table: one a contest, in the order of the grid."""
+        """Rows of the table: one per group of competing cells, in the order of the grid."""
         contests: dict[tuple[str, ...], list[Row]] = {}
         for row in self.sweep.rows:
             key = tuple(written(name, row) for name in self._given)
@@ -101,7 +101,7 @@ class SweepReport:
 
     @property
     def right(self) -> list[str]:
-        """The headers of columns of numbers."""
+        """Headers of the columns of numbers."""
         numbers = [
             "blocks",
             "memory",
@@ -113,7 +113,7 @@ class SweepReport:
 
     @property
     def reading(self) -> str:
-        """What the table compares, and what in it is to be taken with care."""
+        """Sentences about the table, and a warning about saturated cells."""
         lines = []
         if self._competing:
             by = " and ".join(self._competing)
@@ -128,17 +128,17 @@ class SweepReport:
 
     @property
     def setup(self) -> str:
-        """What all cells have in common, with every option."""
+        """A sentence with the options that all cells share."""
         grid, row = self.sweep.grid, self.sweep.rows[0]
-        # How many blocks a given memory has, follows from it.
+        # The blocks of a given memory follow from it.
         known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
         same = [name for name in axes_of(grid.mode) if name not in known]
         if "like" in grid.varied:
-            # An engine stands for other options, by which the cells differ as well.
+            # An engine sets other options, in which the cells differ as well.
             others = self.sweep.rows[1:]
             same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
-        told = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
-        parts = [f"{name} {written(name, row)}" for name in told]
+        names = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
+        parts = [f"{name} {written(name, row)}" for name in names]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
 
     def chart(self, axis: str) -> Chart:
@@ -148,7 +148,7 @@ class SweepReport:
         """
         sweep, grid = self.sweep, self.sweep.grid
         others = [name for name in grid.varied if name != axis]
-        # A policy comes first: its name alone says more than that of what it is given.
+        # Policies come first: their names say more than the values of other options.
         others.sort(key=lambda name: name not in ("eviction", "scheduler"))
         column = "pool_bytes" if axis == "memory" else axis
         panels = []
@@ -197,7 +197,7 @@ class SweepReport:
         return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
-        """Yield the best policies by each measure, and the value of the measure."""
+        """Yield the best cells by each measure, and the value of the measure."""
         candidates = [row for row in rows if not _is_bound(row)] or rows
         best: list[Row] = []
         for measure in self.measures:
@@ -256,7 +256,7 @@ def _bytes(value: float) -> str:
 
 
 def sweep_document(sweep: Sweep) -> dict[str, Any]:
-    """Return a sweep as JSON has it; the same however often it was killed on the way."""
+    """Return a sweep as a JSON object; it is the same if the sweep was killed and resumed."""
     return {
         "schema": 1,
         "mode": sweep.grid.mode,
@@ -270,7 +270,7 @@ def check_table(path: Path) -> None:
     """Check that `write_table` can write a file of this name here.
 
     Raises:
-        InputError: none of the formats.
+        InputError: the name ends in no known format.
         PluginError: Parquet, and polars is not installed.
     """
     if path.suffix not in WRITERS:
@@ -284,8 +284,8 @@ def check_table(path: Path) -> None:
 def write_table(sweep: Sweep, path: Path) -> None:
     """Write the rows of a sweep to a file: CSV, JSON or Parquet (extra `lab`) by its name.
 
-    The file appears when it is whole. What a killed sweep has left of it is removed: call
-    this while the journal is open, so that no other process writes it.
+    The file appears when it is whole. A part that a killed sweep has left is removed: call this
+    while the journal is open, so that no other process writes the file.
 
     Raises:
         InputError, PluginError: as `check_table`, or it cannot be opened for writing.
@@ -300,7 +300,7 @@ def write_table(sweep: Sweep, path: Path) -> None:
 
 
 def _csv(sweep: Sweep) -> bytes:
-    """Return the rows as CSV with a header; an empty cell is no value."""
+    """Return the rows as CSV with a header; an empty cell is a missing value."""
     file = io.StringIO(newline="")
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(sweep.rows[0])
@@ -335,7 +335,7 @@ def _polars() -> Any:
 
 
 def written(name: str, row: Row) -> str:
-    """Return the value of an axis for people."""
+    """Format the value of an axis."""
     if name == "memory":
         return format_bytes(row["pool_bytes"])
     value = row[name]
