@@ -276,8 +276,8 @@ def _density(figure: Figure, timeline: Timeline) -> None:
     if lost:
         where = {"transform": below.get_xaxis_transform(), "clip_on": False}
         below.plot([at / factor for at in lost], [0] * len(lost), "x", color=RED, **where)
-    dots, crosses = counted(len(waits), "first token"), counted(len(lost), "preemption")
-    title = f"{dots}, dots; {crosses}{', crosses' if lost else ''}"
+    tokens, losses = counted(len(waits), "first token"), counted(len(lost), "preemption")
+    title = f"{tokens}, dots; {losses}{', crosses' if lost else ''}"
     below.set_title(title, loc="left", fontsize=8)
     below.set_xlabel(f"time, {unit}")
     _plain(above, below)
