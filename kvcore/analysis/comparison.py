@@ -429,7 +429,7 @@ class _RowMaker:
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
-        built = attrs.evolve(policy, make=partial(_given, policy.make()))  # type: ignore[operator]
+        built = attrs.evolve(policy, make=partial(_given, policy.build()))
         return Call(
             partial(self._sent.row, built, blocks),
             f"{self._parts} with policy {policy.name!r}",
@@ -638,6 +638,11 @@ class Candidate:
     def bound(cls, optimum: Belady) -> Candidate:
         """Return Belady's bound as a candidate."""
         return cls(Belady, optimum.options(), optimum)
+
+    def build(self) -> EvictionPolicy:
+        """Return a new instance of the policy; the candidate is not the bound."""
+        assert not isinstance(self.make, Belady)
+        return self.make()
 
     @property
     def name(self) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,17 +228,16 @@ class _CurveMaker:
                 stats, distinct = self.setup.unbounded(requests)
             lookups, hits = stats.lookup_blocks, stats.hit_blocks
         sizes = sizes or spread_sizes(distinct, points)
-        made: dict[int, tuple[list[int], Steps | None]] = {
-            place: self._exact(policy, sizes, reuse)
-            for place, policy in enumerate(candidates)
+        exact = [
+            self._exact(policy, sizes, reuse)
             if reuse is not None and self._in_one_pass(policy)
-        }
-        others = {
-            place: policy.make
-            for place, policy in enumerate(candidates)
-            if place not in made and not isinstance(policy.make, Belady)
-        }
-        made |= self._replayed(others, sizes)
+            else None
+            for policy in candidates
+        ]
+        others = [
+            policy for policy, known in zip(candidates, exact, strict=True) if known is None
+        ]
+        replayed = iter(self._replayed(others, sizes))
         return Curves(
             workload=attrs.evolve(source, requests=self.requests),
             accounting=geometry.accounting,
@@ -245,16 +245,7 @@ class _CurveMaker:
             lookup_blocks=lookups,
             distinct_blocks=distinct,
             hit_blocks=hits,
-            curves=[
-                Curve(
-                    eviction=policy.name,
-                    options=policy.options,
-                    blocks=sizes,
-                    hit_blocks=made[place][0],
-                    steps=made[place][1],
-                )
-                for place, policy in enumerate(candidates)
-            ],
+            curves=[known or next(replayed) for known in exact],
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
@@ -274,34 +265,35 @@ class _CurveMaker:
         with self._reading() as requests:
             return reuse.read(requests, self.setup.geometry)
 
-    def _exact(
-        self, policy: Candidate, sizes: list[int], reuse: Reuse
-    ) -> tuple[list[int], Steps | None]:
-        """Return the hits of LRU, with those at every size, or of Belady's bound."""
+    def _exact(self, policy: Candidate, sizes: list[int], reuse: Reuse) -> Curve:
+        """Return the curve of LRU, known at every size, or of Belady's bound."""
         if not isinstance(policy.make, Belady):
             steps = Steps(*reuse.lru())
-            return [steps.at(size) for size in sizes], steps
+            hits = [steps.at(size) for size in sizes]
+            return _curve_of(policy, sizes, hits, steps)
         hits = []
         with self.progress("the optimum by size", len(sizes)) as tick:
             for size in sizes:
                 hits.append(reuse.optimum(size, bypass=policy.make.bypass))
                 tick(1)
-        return hits, None
+        return _curve_of(policy, sizes, hits)
 
-    def _replayed(
-        self, policies: dict[int, Callable[[], EvictionPolicy]], sizes: list[int]
-    ) -> dict[int, tuple[list[int], None]]:
-        """Return the hits of `policies` by their places: one replay a size."""
-        tasks = [(place, size) for place in policies for size in sizes]
-        if not tasks:
-            return {}
-        calls = [self._replay(policies[place](), size) for place, size in tasks]
-        hits = dict.fromkeys(tasks, 0)
-        with self.progress(f"replaying {self.setup.workload.name} by size", len(tasks)) as tick:
-            for number, found in call_all(calls, self.jobs):
-                hits[tasks[number]] = found
+    def _replayed(self, policies: list[Candidate], sizes: list[int]) -> list[Curve]:
+        """Return the curves of `policies` by one replay per size."""
+        pairs = list(product(policies, sizes))
+        if not pairs:
+            return []
+        calls = [self._replay(policy.build(), size) for policy, size in pairs]
+        hits = [0] * len(pairs)
+        with self.progress(f"replaying {self.setup.workload.name} by size", len(pairs)) as tick:
+            for place, found in call_all(calls, self.jobs):
+                hits[place] = found
                 tick(1)
-        return {place: ([hits[place, size] for size in sizes], None) for place in policies}
+        starts = range(0, len(pairs), len(sizes))
+        return [
+            _curve_of(policy, sizes, hits[start : start + len(sizes)])
+            for policy, start in zip(policies, starts, strict=True)
+        ]
 
     def _replay(self, policy: EvictionPolicy, blocks: int) -> Call[int]:
         """Return the call of a replay under `policy`; its result is the number of hits."""
@@ -340,6 +332,18 @@ def compiled_reuse() -> type[Reuse]:
         )
         raise PluginError(msg) from error
     return Reuse
+
+
+def _curve_of(
+    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
+) -> Curve:
+    return Curve(
+        eviction=policy.name,
+        options=policy.options,
+        blocks=sizes,
+        hit_blocks=hits,
+        steps=steps,
+    )
 
 
 def _replayed_hits(setup: ReplaySetup, policy: EvictionPolicy, blocks: int) -> int:

@@ -25,6 +25,9 @@ SHOWN = {
 }
 """Events that are shown in words; a MISS only if nothing hit before it."""
 
+WINDOW_S = 60
+"""Seconds of the trace over which rates and the hit ratio are counted; a sample for each."""
+
 WIDE = 72
 """The least columns of a view that explains the letters of a bar."""
 
@@ -50,22 +53,19 @@ class LiveView:
 
     Args:
         header: the first line of the trace.
-        window_s: seconds of the trace over which rates and the hit ratio are counted.
 
     Attributes:
         now: the time (ns) that is shown; `take` sets it to the time of the event.
         finished, rejected: number of requests that have finished, and that were rejected.
     """
 
-    def __init__(self, header: events.Header, window_s: int = 60) -> None:
+    def __init__(self, header: events.Header) -> None:
         self.now = header.t
         self.finished = self.rejected = 0
         self._builder = TimelineBuilder(header)
         self._blocks = header.blocks
-        self._window_s = window_s
-        self._step = NS_PER_S * window_s // 60
         self._due: int | None = None
-        self._samples: deque[Sample] = deque(maxlen=61)
+        self._samples: deque[Sample] = deque(maxlen=WINDOW_S + 1)
         self._last: deque[events.Event] = deque(maxlen=200)
 
     def take(self, event: events.Event) -> None:
@@ -76,11 +76,11 @@ class LiveView:
         """
         if self._due is None:
             self._due = event.t
-        elif event.t - self._due > 61 * self._step:
-            self._due = event.t - 61 * self._step
+        # Samples before the window of this event would not be kept.
+        self._due = max(self._due, event.t - (WINDOW_S + 1) * NS_PER_S)
         while event.t >= self._due:
             self._samples.append(self._sample(self._due))
-            self._due += self._step
+            self._due += NS_PER_S
         self._builder.take(event)
         self.now = event.t
         if event.event in SHOWN and not getattr(event, "block", 0):
@@ -109,7 +109,7 @@ class LiveView:
             self._bar(pool, width),
             legend,
             [(f"queue     waiting {self._builder.waiting:,}   running {now.running:,}", "")],
-            [(f"hits      last {self._window_s} s {hits}   in all {total}", "")],
+            [(f"hits      last {WINDOW_S} s {hits}   in all {total}", "")],
             [(f"evicted   {rate}   in all {now.evicted:,} blocks", "")],
             [(f"occupied  {bars(each.used for each in history)}", "")],
             [(f"running   {bars(each.running / most for each in history)}", "")],
@@ -131,7 +131,7 @@ class LiveView:
         pool = "  ".join(f"{part} {n / self._blocks:.0%}" for part, n in self.pool().items())
         return (
             f"{clock(self.now)}  {pool}  waiting {self._builder.waiting:,}  "
-            f"running {now.running:,}  hits {hits} ({self._window_s} s) {total}  evicted {rate}"
+            f"running {now.running:,}  hits {hits} ({WINDOW_S} s) {total}  evicted {rate}"
         )
 
     def pool(self) -> dict[str, int]:
@@ -165,7 +165,7 @@ class LiveView:
 
     def _rates(self, now: Sample) -> tuple[str, str, str]:
         """Return the hit ratio of the window and of the run, and the evictions per second."""
-        begin = now.time - self._window_s * NS_PER_S
+        begin = now.time - WINDOW_S * NS_PER_S
         before = next((each for each in self._samples if each.time >= begin), now)
         seconds = (now.time - before.time) / NS_PER_S
         evicted = now.evicted - before.evicted

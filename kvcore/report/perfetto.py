@@ -94,7 +94,7 @@ class PerfettoTrace:
 
     def _all(self) -> Iterator[bytes]:
         """Yield all events: evictions and transfers during the reading, then the others."""
-        servers: list[_ServerTracks] = []
+        servers: dict[tuple[int, int], _ServerTracks] = {}
         reader = read_events(self.trace)
         take: Callable[[events.Event], Iterator[bytes]] | None = None
         for line in ticked(reader, self.tick):
@@ -104,43 +104,42 @@ class PerfettoTrace:
                     if line.replicas:
                         take = partial(_of_replica, Replicas(line), servers)
                     else:
-                        servers.append(_ServerTracks(TimelineBuilder(line)))
-                        yield from servers[0].named()
-                        take = servers[0].take
+                        servers[0, 1] = server = _ServerTracks(TimelineBuilder(line))
+                        yield from server.named()
+                        take = server.take
                 elif take is not None:
                     yield from take(line)
             except ValueError as error:
                 reader.fail(f"{line.event}: {error}")
         reader.require_complete()
-        for server in servers:
+        for server in servers.values():
             yield from server.rest()
             for name in ("requests", "tracks", "evictions"):
                 setattr(self, name, getattr(self, name) + getattr(server, name))
 
 
 def _of_replica(
-    replicas: Replicas, servers: list[_ServerTracks], line: events.Event
+    replicas: Replicas, servers: dict[tuple[int, int], _ServerTracks], line: events.Event
 ) -> Iterator[bytes]:
-    """Apply a line of a cluster to its replica; yield the events of that replica."""
+    """Apply a line of a cluster to its replica; yield the events of that replica.
+
+    `servers` has those of each replica and life so far.
+    """
     placed = replicas.place(line)
     if placed is None:
         if isinstance(line, events.End):
-            for server in servers:
+            for server in servers.values():
                 if server.up:
                     yield from server.take(line)
         return
     number, own = placed
-    name = f"replica {number}"
-    if replicas.lives[number] > 1:
-        name += f", life {replicas.lives[number]}"
-    found = [each for each in servers if each.name == name]
-    if found:
-        (server,) = found
-    else:
+    life = replicas.lives[number]
+    if (number, life) not in servers:
+        name = f"replica {number}" if life == 1 else f"replica {number}, life {life}"
         builder = TimelineBuilder(replicas.headers[number])
-        server = _ServerTracks(builder, len(servers), name)
-        servers.append(server)
-        yield from server.named()
+        servers[number, life] = _ServerTracks(builder, len(servers), name)
+        yield from servers[number, life].named()
+    server = servers[number, life]
     server.up = replicas.up[number]
     if own.event not in CHANGES:
         yield from server.take(own)

@@ -28,6 +28,7 @@ from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, printable, setup
 from kvcore.request import SLO
 from kvcore.serving.result import REQUESTS, SUMMARY, Result
+from kvcore.trace.fields import slo_field
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ FEW = 4
 
 COLUMNS = {"queue": "queue_s", "TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s"}
 """The columns of latencies in a result, by the names in plots."""
+
+SLO_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "deadline": "E2E"}
+"""The measures that an SLO limits, by its fields."""
 
 UNITS = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
@@ -345,9 +349,7 @@ class Latencies:
             ],
             "E2E": _between(came, done),
         }
-        slo = timeline.header.get("slo", {})
-        names = {"ttft": "TTFT", "tpot": "TPOT", "deadline": "E2E"}
-        expected = {names[name]: time / NS_PER_S for name, time in slo.items()}
+        expected = _limits(timeline.header.get("slo", {}))
         return cls(samples, {}, expected, _requests(timeline), _caption(timeline))
 
     @classmethod
@@ -359,9 +361,7 @@ class Latencies:
             for name, column in COLUMNS.items()
         }
         gaps = {} if result.itl is None else result.itl.as_dict()
-        slo = log.slo or SLO()
-        times = {"TTFT": slo.ttft_ns, "TPOT": slo.tpot_ns, "E2E": slo.deadline_ns}
-        expected = {name: time / NS_PER_S for name, time in times.items() if time is not None}
+        expected = _limits(slo_field(log.slo or SLO()))
         return cls(samples, gaps, expected, counted(len(log.ids), "request"), "")
 
     @classmethod
@@ -378,8 +378,8 @@ class Latencies:
                 for name, column in COLUMNS.items()
             }
             slo = summary["slo"]
-            names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "deadline_s": "E2E"}
-            expected = {names[name]: slo[name] for name in names if slo[name] is not None}
+            limits = {name: slo[f"{part}_s"] for part, name in SLO_NAMES.items()}
+            expected = {name: time for name, time in limits.items() if time is not None}
             gaps, config = summary["itl_s"] or {}, summary.get("config")
             requests = counted(summary["requests"], "request")
             caption = "" if config is None else _setup(summary, config)
@@ -390,6 +390,11 @@ class Latencies:
             requests += f", {summary['rejected']:,} rejected"
         name = "" if config is None else f"{shorten(config['workload']['name'])}, "
         return cls(samples, gaps, expected, printable(f"{name}{requests}"), caption)
+
+
+def _limits(slo: Mapping[str, int]) -> dict[str, float]:
+    """Return the limits of an SLO in seconds, by measure; its fields are in ns."""
+    return {SLO_NAMES[part]: time / NS_PER_S for part, time in slo.items()}
 
 
 def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
