@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -17,7 +17,7 @@ from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.config.cluster import ClusterParts
-from kvcore.config.run_config import replicas_text
+from kvcore.config.run_config import ReplicaChoices, replicas_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
@@ -28,9 +28,6 @@ from kvcore.workloads import Workload, check_keys
 
 if TYPE_CHECKING:
     from os import PathLike
-
-Fleet: TypeAlias = int | Sequence[Mapping[str, Any]]
-"""The replicas of a cluster: their number, or tables of options with a `count` each."""
 
 COLUMNS = {
     "hit_ratio": "reuse_ratio_token",
@@ -135,7 +132,7 @@ class RouterComparison(Shown):
 def compare_routers(
     workload: str | PathLike[str] | Spec | Workload = "mooncake",
     routers: str | Iterable[Any] | None = None,
-    replicas: int | Iterable[Fleet] | Sequence[Mapping[str, Any]] = 8,
+    replicas: Iterable[ReplicaChoices] | ReplicaChoices = 8,
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -164,11 +161,11 @@ def compare_routers(
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):
         routers = parse(routers)
-    fleets: list[Any] = [replicas] if isinstance(replicas, int) else list(replicas)
-    if all(isinstance(each, Mapping) for each in fleets):
-        fleets = [fleets]
+    clusters: list[Any] = [replicas] if isinstance(replicas, int | str) else list(replicas)
+    if all(isinstance(each, Mapping) for each in clusters):
+        clusters = [clusters]
     one = {name: [value] for name, value in options.items()}
-    grid = Grid("simulate", workload=workload, replicas=fleets, router=[*routers], **one)
+    grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
     plan = Plan.of(grid)
     shares = _Shares(plan)
     results = {}

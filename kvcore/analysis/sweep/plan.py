@@ -15,11 +15,10 @@ from uuid import uuid4
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.sweep.grid import CLUSTER as OF_CLUSTER
-from kvcore.analysis.sweep.grid import PART, Grid, axes_of
+from kvcore.analysis.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import (
-    CLUSTER,
+    CLUSTER_COLUMNS,
     RESULTS,
     CellRun,
     CellRunner,
@@ -338,11 +337,12 @@ def sweep(
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
             tick(1)
-    shown = columns if plan.grid.axes.keys() & set(OF_CLUSTER) else columns.keys() - CLUSTER
-    rows = [
-        row | {name: known.get(task.digest, columns)[name] for name in columns if name in shown}
-        for task, row in zip(plan.tasks, plan.rows, strict=True)
-    ]
+    hidden = () if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS
+    shown = [name for name in columns if name not in hidden]
+    rows = []
+    for task, row in zip(plan.tasks, plan.rows, strict=True):
+        result = known.get(task.digest, columns)
+        rows.append(row | {name: result[name] for name in shown})
     if plan.grid.mode == "compare":
         _add_shares(rows)
     for task, row in zip(plan.tasks, rows, strict=True):

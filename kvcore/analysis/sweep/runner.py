@@ -51,7 +51,7 @@ TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
 SPREAD = ("mean", "p50", "p90", "p95", "p99")
 
-TIMED = {
+TIMED_COLUMNS = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
     "saturated": "saturation.saturated",
     "simulated_s": "simulated_s",
@@ -74,7 +74,7 @@ TIMED = {
 }
 """Columns of a simulated cell, and the path of each in the summary of its run."""
 
-CLUSTER = {
+CLUSTER_COLUMNS = {
     "imbalance_requests": "imbalance.requests.most",
     "imbalance_busy": "imbalance.busy.most",
     "retried": "retried",
@@ -82,12 +82,15 @@ CLUSTER = {
 }
 """Further columns of a cell with several servers, and their paths."""
 
-UNTIMED = (
+UNTIMED_COLUMNS = (
     *("requests", *HITS, "evicted_blocks", "reused_blocks"),
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
-RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": (*TIMED, *CLUSTER), "compare": UNTIMED}
+RESULTS: dict[Mode, tuple[str, ...]] = {
+    "simulate": (*TIMED_COLUMNS, *CLUSTER_COLUMNS),
+    "compare": UNTIMED_COLUMNS,
+}
 """The columns of the result of a cell, by mode."""
 
 
@@ -229,13 +232,13 @@ class CellRun:
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
         row["tier"] = tiers_text(cast("Any", cell.tier))
-        row |= {name: replicas_text(row[name]) for name in ("replicas",) if name in row}
-        row |= {name: "; ".join(row[name]) for name in ("fail",) if name in row}
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
         if cell.timed:
             row["slo"] = slo_text(cast("SLO", cell.slo))
+            row["replicas"] = replicas_text(row["replicas"])
+            row["fail"] = "; ".join(row["fail"])
         else:
             row["accounting"] = parts.geometry.accounting
         return row | {
@@ -261,7 +264,8 @@ class CellRun:
         if self.scheduler is None or self.latency is None:
             return self._replayed()
         summary = self._summary()
-        return {column: _at(summary, path) for column, path in (TIMED | CLUSTER).items()}
+        paths = TIMED_COLUMNS | CLUSTER_COLUMNS
+        return {column: _at(summary, path) for column, path in paths.items()}
 
     def _summary(self) -> dict[str, Any]:
         """Simulate the cell; return the numbers of the run."""
