@@ -83,7 +83,8 @@ class MissClassifier:
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
-        self._returned = 0
+        # The sequence of the latest readmission.
+        self._returned: int | None = None
         self._take: dict[str, Callable[[Any], None]] = {
             "REQUEST": self._request,
             "COMMIT": self._commit,

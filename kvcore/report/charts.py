@@ -35,6 +35,9 @@ NAME, GAP = 44, 0.055
 DECADE = 8
 """The ratio of its largest to its smallest value from which an axis is logarithmic."""
 
+MOST_TICKS = 8
+"""The most ticks of the axis of a chart."""
+
 TIERS = " + tiers"
 """End of the name of a line for the hits of pool and tiers: the line of the pool, dashed."""
 
@@ -190,7 +193,7 @@ def _is_bound(name: str) -> bool:
 
 def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
     """Set the ticks of the horizontal axis: at each place, or at some of many places."""
-    step = -(-len(places) // DECADE)
+    step = -(-len(places) // MOST_TICKS)
     ticks = places[::-step][::-1]
     axes.set_xticks(ticks, [text(tick) for tick in ticks])
     axes.set_xticks([], minor=True)

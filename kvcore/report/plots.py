@@ -141,6 +141,8 @@ def hits(timeline: Timeline, form: str) -> bytes:
             shares = [100 * ratios[row] for row in rows]
             axes.plot([times[row] for row in rows], shares, color=colour, linewidth=width)
             known = [share for share in shares if not isnan(share)]
+            if not known:  # All lookups are in windows without a point.
+                continue
             highest = max(highest, *known)
             ends.append((times[-1], known[-1], f"{name}: {known[-1]:.1f}%", colour))
         axes.set_ylim(0, 1.08 * highest or 1)

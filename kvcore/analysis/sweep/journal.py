@@ -85,10 +85,16 @@ class Journal:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             msg = (
                 f"{self.path}: {self._holder()} is using it: wait for that one, or "
                 "give another --out"
+            )
+            raise InputError(msg) from error
+        except OSError as error:  # a file system without locks
+            msg = (
+                f"{self.path}: cannot be locked against other processes ({error.strerror}): "
+                "give an --out on another file system"
             )
             raise InputError(msg) from error
 
