@@ -538,9 +538,10 @@ class _NoEviction(EvictionPolicy):
 def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     """Return pool sizes without repetitions.
 
+    `purpose` completes the error message for no size: `to compare in`.
+
     Raises:
-        InputError: a size that no pool can have; or there is no size, which the error calls
-            no pool and the `purpose`, such as `to compare in`.
+        InputError: a size that no pool can have, or no size.
     """
     several = isinstance(blocks, Iterable) and not isinstance(blocks, str)
     sizes: list[Any] = list(dict.fromkeys(blocks if several else [blocks]))  # type: ignore[arg-type]

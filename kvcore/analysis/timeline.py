@@ -144,7 +144,7 @@ class Chunks:
 
     Attributes:
         request: rows of `Requests`.
-        time: in ns.
+        time: times in ns.
     """
 
     request: array[int] = attrs.field(factory=_numbers)
@@ -169,7 +169,7 @@ class Series:
     A row has the state after the last event of its time, which holds up to the next row.
 
     Attributes:
-        time: in ns.
+        time: times in ns.
         free, cached, private: blocks; their sum is the pool.
         waiting: requests that are queued, were preempted or are paused.
         running: requests that are admitted, including those that wait for a load from a tier.
