@@ -1,8 +1,8 @@
-"""Loops over a whole workload, compiled by numba. Imported when the first curve is asked for.
+"""Loops over a whole workload, compiled by numba. Imported when the first curve is made.
 
-The machine code is kept on disk by numba's rules: in `NUMBA_CACHE_DIR` if that is set, else
-beside this file, else in the user's cache directory; where none of them can be written it is
-compiled anew in every process.
+numba keeps the machine code on disk: in `NUMBA_CACHE_DIR` if that is set, otherwise beside this
+file, otherwise in the user's cache directory. If it can write to none of them, each process
+compiles the loops again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcore.analysis.belady import belady
 Array: TypeAlias = npt.NDArray[np.int64]
 
 Places: TypeAlias = npt.NDArray[np.int32]
-"""Half as wide: the system hands out fresh memory more slowly than these loops fill it."""
+"""Half as wide as `Array`: getting fresh memory takes longer than filling it in these loops."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -32,13 +32,13 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def compiled(signature: str | None = None) -> Callable[[Kernel], Kernel]:
     """Compile a function for one signature, or load it if it was compiled before.
 
-    Without a signature it is compiled for those that call it.
+    Without a signature it is compiled for the types of each call.
     """
 
     def decorate(function: Kernel) -> Kernel:
         try:
             return cast("Kernel", njit(signature, cache=True)(function))
-        except (RuntimeError, OSError):  # nowhere to keep it
+        except (RuntimeError, OSError):  # No directory can be written.
             return cast("Kernel", njit(signature)(function))
 
     return decorate
@@ -48,7 +48,7 @@ def compiled(signature: str | None = None) -> Callable[[Kernel], Kernel]:
 def slot_of(table: Places, keys: Array, key: np.int64) -> np.int64:
     """Return the slot that holds `key`, or the free one where it belongs.
 
-    Eight keys that follow one another lie side by side, in one line of the processor's cache.
+    Eight consecutive keys lie side by side, in one line of the processor's cache.
     """
     mask = table.size - 1
     line = np.int64((np.uint64(key >> 3) * GOLDEN) >> np.uint64(32))
@@ -70,10 +70,10 @@ def follow(
     begin: int,
     end: int,
 ) -> tuple[int, int]:
-    """Walk along the keys of one request, from `begin` to `end`: see `find_runs`.
+    """Find the runs of one request, with the keys from `begin` to `end`: see `find_runs`.
 
-    Returns how many runs have been found so far, and -1, or the place of the first key that
-    follows another key than before.
+    Returns the number of runs so far, and -1, or the place of the first key that followed
+    another key in an earlier request.
     """
     owners, wanted, ends = runs
     parent = owner = FREE
@@ -98,18 +98,18 @@ def follow(
 
 @compiled("Tuple((i8[:], i8[:], i8[:], i8))(i8[:], i8[:])")
 def find_runs(keys: Array, lengths: Array) -> tuple[Array, Array, Array, int]:
-    """Find which blocks of each request an earlier one had, and which had them last.
+    """Find the blocks of each request that an earlier one contains, and the latest such one.
 
-    `keys` has the keys of all requests one after another, `lengths` how many each has. Blocks
-    of a request that one and the same request had last are a run. Returns for each run its
-    owner (the serial of that request), the serial of the request that wants it, and the
-    position in this one's keys at which it ends; and the place of the first key that follows
-    another key than before, or -1. Runs are in order of the requests that want them, then of
-    position: their owners go back in time. O(keys).
+    `keys` has the keys of all requests one after another, `lengths` the number of keys of each.
+    Blocks of a request with the same latest earlier request are a run. Returns for each run its
+    owner (the serial of that earlier request), the serial of the request that wants it, and the
+    position in the keys of the latter at which the run ends; and the place of the first key
+    that followed another key in an earlier request, or -1. Runs are in order of the requests
+    that want them, then of position: their owners go back in time. O(keys).
     """
-    # Where a key is first, by hash; as large from the start as it may have to be, which takes
-    # half the time of growing it. Of such a place: the first place of the key before it, and
-    # the request that had it last.
+    # The first place of each key, by hash; as large from the start as it may have to be, which
+    # takes half the time of growing it. By first place: the first place of the key before it,
+    # and the latest request that contains it.
     slots = 1
     while 2 * slots < 3 * keys.size:
         slots *= 2
@@ -139,12 +139,12 @@ def add(tree: Array, index: int, number: int) -> None:
 
 @compiled("i8[:](i8[:], i8[:], i8[:], i8[:])")
 def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> Array:
-    """Return how many blocks were used more recently than a run's first when it is wanted.
+    """Return, for each run, the blocks used more recently than its first when it is wanted.
 
     The last block of a request counts as used first, its first block as used last. So the
-    blocks that were last used by one request lie side by side in order of recency, and what
-    remains of them is all there is to keep: a number a request, in a Fenwick tree over the
-    requests. O((requests + runs) · log requests).
+    blocks that one request used last are adjacent in the order of recency, and their number is
+    all that has to be kept: one number per request, in a Fenwick tree over the requests.
+    O((requests + runs) · log requests).
 
     Source: Bennett and Kruskal, "LRU stack processing", IBM Journal of Research and
     Development, 1975, with a request's blocks for a page.
@@ -160,7 +160,7 @@ def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> A
             while index:
                 older += tree[index]
                 index &= index - 1
-            # What this request had of more recent owners is `begin` blocks, already gone.
+            # The `begin` blocks of more recent owners have left the tree, but count.
             depths[run] = held - older + begin
             add(tree, owners[run], begin - ends[run])
             held -= ends[run] - begin

@@ -1,12 +1,12 @@
 """Block reuse, read in one pass: LRU's hits at every pool size, Belady's at any.
 
-After a request has left, its blocks are the most recent, the first before the last, and the
-others follow in the order they had. A pool of n blocks under LRU holds the first n blocks of
-that one list, whatever n is: it evicts from the end of the list, and of a request longer than
-itself it keeps the leading blocks, which are the first of the list. So a block hits in every
+Order all blocks by recency: those of the last request first, its first block before its last,
+then the others in the order that they had. A pool of n blocks under LRU holds the first n
+blocks of this list, for every n: it evicts from the end of the list, and a request longer than
+the pool keeps its leading blocks, which are the first of the list. So a block hits in every
 pool larger than the number of blocks before it in the list when its request starts.
 
-Imported when the first curve is asked for: numpy and numba are extras.
+Imported when the first curve is made: numpy and numba are extras.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
 AT_ONCE = 1 << 14
-"""So many keys, or a request more, are named at a time."""
+"""Number of keys after which the pending ones are converted, at the end of a request."""
 
 MOST_KEYS = 2**31 - 1
-"""Places of keys are integers of 32 bits."""
+"""The most keys of a workload: their places are integers of 32 bits."""
 
 
 @attrs.frozen(eq=False, slots=False)
 class Reuse:
     """For each block of each request, the latest earlier request that contained it.
 
-    Blocks of a request with one and the same such owner are a run; `kernels.find_runs` says
-    in which order runs are. Requests are named by their serials. Memory: 8 bytes a request
-    and 24 a run; while it reads, 14 to 20 bytes a key, 8 a distinct one, and the names of
-    keys that are no integers.
+    Blocks of a request with the same such owner are a run; `_mrc_kernels.find_runs` gives the
+    order of the runs. Requests are identified by their serials. Memory: 8 bytes per request and
+    24 per run; during reading, 14 to 20 bytes per key, 8 per distinct key, and a number for
+    each key that is no integer.
 
     Attributes:
         lengths: blocks of each request.
-        owners, wanted: of each run, the request that had it last, and the one that wants it.
-        ends: of each run, the position in blocks at which it ends.
+        owners, wanted: for each run, the request that contained it last, and the one that
+            contains it next.
+        ends: for each run, the position in blocks at which it ends.
     """
 
     lengths: Array
@@ -56,11 +57,12 @@ class Reuse:
 
     @classmethod
     def read(cls, requests: Iterable[Request], geometry: BlockLayout) -> Self:
-        """Read all of `requests`, in `keys` counting. O(keys).
+        """Read all of `requests`, in `keys` accounting. O(keys).
 
         Raises:
-            InputError: a request that cannot be read, whose keys `geometry` is not for, or
-                with a key that followed another key before; or more keys than `MOST_KEYS`.
+            InputError: a request cannot be read, has keys that do not fit `geometry`, or has a
+                key that followed another key in an earlier request; or there are more keys than
+                `MOST_KEYS`.
         """
         names = _Names()
         lengths = array("q")
@@ -100,17 +102,17 @@ class Reuse:
 
     @property
     def distinct_blocks(self) -> int:
-        """Number of blocks that an unbounded pool holds in the end."""
+        """Number of blocks in an unbounded pool after the last request."""
         return self.lookup_blocks - self.hit_blocks
 
     def lru(self) -> tuple[array[int], array[int]]:
         """Return LRU's hits at every pool size as the corners of a piecewise linear function.
 
-        The corners are (blocks, hits), both from 0 on and ascending. After the last one no
-        size hits more. O((requests + runs) · log requests).
+        The corners are (blocks, hits), both ascending from 0. No size beyond the last one hits
+        more. O((requests + runs) · log requests).
         """
         depths = self._depths
-        # Each run adds a hit a block from its depth on, to its depth and size.
+        # From its depth on, each run adds one hit per block of the pool, up to its size.
         borders = np.concatenate([[0], depths, depths + self._sizes])
         blocks, place = np.unique(borders, return_inverse=True)
         ones = np.ones(depths.size, np.int64)
@@ -121,9 +123,9 @@ class Reuse:
         return array("q", blocks.tobytes()), array("q", hits.tobytes())
 
     def lru_hits(self, blocks: int) -> Array:
-        """Return how many blocks each request hits in a pool of `blocks` blocks under LRU.
+        """Return the number of first blocks that each request hits in a pool under LRU.
 
-        They are its first. O(requests + runs) once the depths of runs are known.
+        O(requests + runs) once the depths of runs are known.
         """
         hits = np.zeros_like(self.lengths)
         np.add.at(hits, self.wanted, (blocks - self._depths).clip(0, self._sizes))
@@ -132,7 +134,7 @@ class Reuse:
     def optimum(self, blocks: int, *, bypass: bool) -> int:
         """Return the hits of Belady's rule in a pool of `blocks` blocks.
 
-        Equals `Belady(bypass).replay`. O(runs · log requests).
+        Equal to those of `Belady(bypass).replay`. O(runs · log requests).
         """
         lengths, starts, wanted, ends = self._by_owner
         hits = np.empty_like(lengths)
@@ -153,7 +155,7 @@ class Reuse:
 
     @cached_property
     def _by_owner(self) -> tuple[Array, Array, Array, Array]:
-        """Request lengths, and the runs grouped by owner, as `belady` takes them."""
+        """The first four arguments of `belady` but `needs`: lengths, and runs by owner."""
         order = self.owners.argsort(kind="stable")
         starts = np.zeros(self.lengths.size + 1, np.int64)
         np.cumsum(np.bincount(self.owners, minlength=self.lengths.size), out=starts[1:])
@@ -163,7 +165,7 @@ class Reuse:
 class _Names:
     """Converts keys to 64-bit integers: unchanged, or numbered if a key is no such integer.
 
-    They are taken in by the thousand, which is half the work of one request at a time.
+    Thousands of keys are converted at once: half the work of converting each request's.
     """
 
     def __init__(self) -> None:

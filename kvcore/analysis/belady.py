@@ -1,10 +1,10 @@
 """Belady's rule for the blocks of a prefix tree: the most that any eviction could hit.
 
-Equal blocks, requests one after another, the whole future known. The rule evicts the block
-whose next request is furthest, deepest first among equals. Two facts make it cheap. Blocks of
-one request that are wanted next by one and the same request stand or fall together but for a
-tail, so they are counted, not listed. And what a request finds cached is a prefix of it, since
-of two blocks on one path the deeper is never wanted sooner: so a count is all that a hit needs.
+Blocks are of equal size, requests come one after another, and the whole future is known. The
+rule evicts the block whose next request is furthest, the deepest first among equals. Two facts
+make it cheap. Blocks of one request whose next request is the same one are evicted from their
+end: they are counted, not listed. And the cached blocks of a request are a prefix of it, since
+of two blocks on one path the deeper is never requested sooner: so a hit is a count as well.
 
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
 Journal 1966, for the blocks of a prefix tree.
@@ -47,26 +47,26 @@ def belady(
     `kvcore.analysis._mrc_kernels`). O(runs · log requests).
 
     Args:
-        lengths: blocks of each request that others may share.
-        needs: blocks of each request in all, at least `lengths`; those that are not shared
-            make room while it is served and are gone after it.
+        lengths: blocks of each request that other requests may share.
+        needs: all blocks of each request, at least `lengths`; those that are not shared take
+            room while the request is served, and are free after it.
         starts: the runs of request q are those from `starts[q]` to `starts[q + 1]`.
         wanted: the request that wants the blocks of a run next, rising within a request.
         ends: the position in blocks at which a run ends; it starts where the one before it
             ends. The blocks after a request's last run are never wanted again.
-        pool: blocks of the pool. Of a longer request the leading blocks are kept.
-        bypass: whether the blocks of a request need not stay either; else they must, as in
-            a cache that allocates what it computes.
-        hits: receives, for each request, how many of its first blocks are cached.
+        pool: blocks of the pool. A longer request keeps its leading blocks.
+        bypass: whether the blocks of a request may be evicted with it; otherwise they stay, as
+            in a cache that allocates the blocks that it computes.
+        hits: receives, for each request, the number of its first blocks that are cached.
 
     Returns:
-        How many blocks were evicted or, with `bypass`, not kept.
+        The number of blocks that were evicted or, with `bypass`, not kept.
     """
     never = len(lengths)
     # Cached blocks by the request that wants them next.
     counts = [0] * (never + 1)
-    # Negated, so that the furthest comes first. Requests of the past stay in it: they would
-    # come last, when there is nothing left to evict. The 0 says what the list holds.
+    # Negated, so that the furthest comes first. Requests of the past stay in the heap: they
+    # would come last, when nothing is left to evict. The 0 gives numba the type of the items.
     furthest = [0]
     cached = evicted = 0
     for serial in range(never):
@@ -106,14 +106,14 @@ def belady(
 class Future:
     """The next uses of the blocks of each request, known once all requests are read.
 
-    Blocks of one request that are wanted next by one and the same request form a run, and
-    the runs of a request are in the order of those requests. Memory: 8 bytes a run, of
-    which a request has a few however many blocks it has, and 12 a request.
+    Blocks of one request whose next request is the same one form a run, and the runs of a
+    request are in the order of these next requests. Memory: 8 bytes per run, and 12 per
+    request. A request has few runs, however many blocks it has.
 
     Attributes:
         lengths: blocks of each request.
-        reused: how many of them, from the first on, an earlier request had.
-        starts, wanted, ends: the runs, as `belady` has them.
+        reused: the number of its first blocks that an earlier request contained.
+        starts, wanted, ends: the runs, in the form of the arguments of `belady`.
     """
 
     lengths: array[int]
@@ -127,8 +127,8 @@ class Future:
         """Read all of `requests`. O(keys) time; O(distinct keys) memory while it reads.
 
         Raises:
-            InputError: a request that cannot be read, whose keys `geometry` is not for, or
-                with a key that followed another key before.
+            InputError: a request cannot be read, has keys that do not fit `geometry`, or has a
+                key that followed another key in an earlier request.
         """
         latest: dict[Key, int] = {}
         lengths, reused, reached = array("i"), array("i"), array("i")
@@ -179,8 +179,8 @@ class Belady:
     Serial, untimed, in `keys` accounting.
 
     Attributes:
-        bypass: whether a request's own blocks need not stay either. They must where a cache
-            allocates what it computes, as `KVCache` does.
+        bypass: whether the blocks of a request may be evicted with it. In a cache that
+            allocates the blocks that it computes, as `KVCache` does, they stay.
     """
 
     name: ClassVar[str] = "optimum"
@@ -193,7 +193,7 @@ class Belady:
         """Build the bound from options as text, such as {"bypass": "true"}.
 
         Raises:
-            InputError: an option that is not `bypass`, or a value not true or false.
+            InputError: another option than `bypass`, or another value than true and false.
         """
         for option, value in options.items():
             if option != "bypass":
@@ -217,8 +217,8 @@ class Belady:
         Costs O(runs · log requests), whatever the block size.
 
         Returns:
-            The blocks that each request hits, and how many blocks were evicted or, with
-            `bypass`, not kept.
+            The blocks that each request hits, and the number of blocks that were evicted or,
+            with `bypass`, not kept.
         """
         hits = array("i", bytes(4 * len(future.lengths)))
         runs = future.starts, future.wanted, future.ends
@@ -234,13 +234,13 @@ class Belady:
 class Foresight(ScoreEviction):
     """Belady's rule as an eviction policy: evict the block whose next use is furthest away.
 
-    The blocks of a leaf go from its end while their next request is as far away. Under a
+    A leaf loses blocks from its end as long as their next request is equally far away. Under a
     clock, where requests overlap and running ones take room, the rule is no proven bound.
-    Memory: 8 bytes a key of the workload, and a list a distinct key.
+    Memory: 8 bytes per key of the workload, and a list per distinct key.
 
     Args:
-        requests: all that will be served, in the order of the workload.
-        layout: how their keys lie in blocks.
+        requests: all requests that will be served, in the order of the workload.
+        layout: the layout of their keys in blocks.
     """
 
     name = "foresight"
@@ -258,22 +258,22 @@ class Foresight(ScoreEviction):
         self._awaiting: dict[int, list[Span]] = {}
 
     def on_insert(self, span: Span, now: int) -> None:  # noqa: ARG002
-        """Record that its request runs."""
+        """Record that the request that stores the span runs."""
         self._pass(span)
 
     def on_access(self, span: Span, now: int) -> None:  # noqa: ARG002
-        """Record that the request that hit it runs."""
+        """Record that the request that hit the span runs."""
         self._pass(span)
 
     def score(self, span: Span, now: int) -> float:  # noqa: ARG002
-        """Return how near the next request for the last block is; the furthest is lowest."""
+        """Return the negative serial of the next request for the last block of the span."""
         nearest = self._next(span.keys()[-1])
         if nearest != inf:
             self._awaiting.setdefault(int(nearest), []).append(span)
         return -nearest
 
     def evictable_blocks(self, span: Span) -> int:
-        """Return how many blocks at the end are wanted next by the same request."""
+        """Return the number of blocks at the end whose next request is the same one."""
         keys, ratio = span.keys(), span.geometry.ratio
         latest = self._next(keys[-1])
         begin = len(keys) - 1

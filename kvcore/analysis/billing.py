@@ -1,8 +1,8 @@
-"""The bill of a workload: what an API that caches prompts would have charged for it.
+"""The bill of a workload: the price of its tokens at an API that caches prompts.
 
 Tokens of a prompt are read from the cache, written to it, or neither: each kind has its price.
-Which ones are read follows from a cache of one's own, under its policy, or from the rule of the
-API: a cache without bounds, whose entries live for a TTL after their last use.
+The tokens that are read follow from the hits of a simulated cache, or from the rule of the API:
+a cache without bounds, whose entries live for a TTL after their last use.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Charge(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class Bill:
-    """Tokens and dollars of a workload, in sum.
+    """The tokens and dollars of a workload.
 
     Attributes:
-        requests: how many were billed.
-        uncached_tokens, read_tokens, written_tokens, written_1h_tokens: of their prompts, each
-            token once; written ones are told apart where writing has a price of its own.
-        output_tokens: generated.
+        requests: number of requests that were billed.
+        uncached_tokens, read_tokens, written_tokens, written_1h_tokens: tokens of their
+            prompts, each counted once; without a price for writing no token counts as written.
+        output_tokens: generated tokens.
         usd: tokens times their prices.
     """
 
@@ -75,15 +75,15 @@ class Bill:
 
 @attrs.frozen(kw_only=True)
 class Bills:
-    """The bills of a workload that no cache of one's own determines, and that of a run.
+    """The bills of a workload at an API, and that of a run.
 
     Attributes:
-        price: what tokens cost, and the rule of the API.
-        uncached: without any cache.
-        api: by the API's own rule.
-        reported: by the tokens that the log says the API billed; None if one request of it
-            says nothing.
-        run: with the hits of a run under a policy; None without one.
+        price: the prices of tokens, and the rule of the API.
+        uncached: the bill without any cache.
+        api: the bill by the API's own rule.
+        reported: the bill of the tokens that a log reports as billed; None if a request has no
+            such report.
+        run: the bill with the hits of a run under a policy; None without a run.
     """
 
     price: PriceModel
@@ -100,8 +100,8 @@ class Bills:
 class PromptSize(NamedTuple):
     """The length of a prompt as the API counts it, and as its keys do.
 
-    A log counts by the API's tokenizer, keys by another one, or by an estimate: positions in
-    a prompt are scaled by the two lengths.
+    A log counts by the API's tokenizer, keys by another tokenizer or by an estimate: positions
+    in a prompt are scaled by the ratio of the two lengths.
     """
 
     billed: int
@@ -115,21 +115,20 @@ class PromptSize(NamedTuple):
         return cls(counted if usage is None else usage.prompt_tokens, counted)
 
     def scaled(self, tokens: int) -> int:
-        """Return the number of tokens that the API counts for the first `tokens`."""
+        """Return the tokens that the API counts for the first `tokens` tokens of the keys."""
         return min(tokens, self.counted) * self.billed // self.counted if self.counted else 0
 
 
 def output_tokens(request: Request) -> int:
-    """Return the tokens that were generated for a request: as reported, or as asked."""
+    """Return the tokens generated for a request: as reported, otherwise as requested."""
     usage = request.usage if isinstance(request, LoggedRequest) else None
     return request.output_tokens if usage is None else usage.output_tokens
 
 
 def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
-    """Return the charge of a request of which a cache of one's own hit `hit` tokens.
+    """Return the charge of a request of which a simulated cache hit `hit` tokens.
 
-    The lengths that can be cached are those of the API; what has keys and did not hit is
-    written.
+    Lengths are rounded to those that the API caches; tokens with keys that missed are written.
     """
     size = PromptSize.of(request)
     read = price.cacheable(size.scaled(hit))
@@ -151,8 +150,8 @@ class PromptCache:
     """The cache of an API: no bounds, exact prefixes, a TTL that each use renews.
 
     Prompts come in order of arrival, and are cached from their arrival on. A prompt of a
-    workload has a breakpoint at its end; one of a log those that it had, and one at its end
-    where the log's API has none.
+    workload has a breakpoint at its end. A prompt of a log has its own breakpoints; one at its
+    end if it has none and its API needs none.
 
     O(keys) a prompt; memory grows with the distinct keys.
 
@@ -176,7 +175,7 @@ class PromptCache:
         return serve(request, size, now, output)
 
     def _prefix(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
-        """Serve a prompt of which any common prefix is found again."""
+        """Serve a prompt by a rule that finds any common prefix again."""
         price, used = self._price, self._used
         keys = full_keys(request)
         live = live_keys(keys, used, now - price.ttl_ns if self._lapses else -1)
@@ -188,7 +187,7 @@ class PromptCache:
         return _charge(price, size.billed, read, stored, price.ttl_ns, output)
 
     def _entry(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
-        """Serve a prompt of which only what ends at a breakpoint is found again."""
+        """Serve a prompt by a rule that finds only prefixes that end at a breakpoint."""
         price, entries = self._price, self._entries
         ends, path, marks, lookback = self._path(request, size)
         read = reached = 0
@@ -241,14 +240,14 @@ class PromptCache:
 
 
 def full_keys(request: Request) -> Any:
-    """Return the keys of a prompt that stand for whole blocks of tokens."""
+    """Return the keys of a prompt, without one that covers less than `key_tokens` tokens."""
     return request.keys[: request.prompt_tokens // request.key_tokens]
 
 
 def live_keys(keys: Any, used: Mapping[Key, int], since: int) -> int:
-    """Return how many of the first keys were used after `since` (ns).
+    """Return the number of first keys that were used after `since` (ns).
 
-    A prompt uses all of its keys at once, so that none is younger than the one before it.
+    A prompt uses all of its keys at once, so no key is used later than the one before it.
     """
     return bisect_left(
         range(len(keys)), 1, key=lambda place: used.get(keys[place], _NEVER) <= since
@@ -270,14 +269,14 @@ def bill(
     *,
     log: RunLog | None = None,
 ) -> Bills:
-    """Return what an API would have charged for `requests`, in order of arrival.
+    """Return the bills of an API for `requests`, in order of arrival.
 
-    With the `log` of a run of these requests, they arrive when they did in the run, and its
-    hits are billed too; requests that it rejected are not billed at all. O(keys); with a
-    `log`, the requests are kept in memory.
+    With the `log` of a run of these requests, their arrival times are those of the run, and its
+    hits are billed too; requests that it rejected are left out of all bills. O(keys); with a
+    `log`, the requests are held in memory.
 
     Args:
-        requests: a workload, or the requests of one.
+        requests: a workload, or its requests.
         price: the prices, or their text.
         log: the log of a run, such as `result.log`.
 

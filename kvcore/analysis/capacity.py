@@ -1,4 +1,4 @@
-"""Search for the load or the memory that an overloaded server could sustain, by simulation."""
+"""Search, by simulation, for the load or the memory with which a server keeps up."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.analysis.early_end import DecidedError, EarlyEndLoop, loop_of
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
-from kvcore.serving.arrivals import NEVER, Arrivals
+from kvcore.serving.arrivals import NEVER
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
-from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.load import LAST, Queue, finished_work, moments, offered_load
-from kvcore.serving.loop import AllocatorFactory, ServingLoop
-from kvcore.serving.scheduler import Batching, Scheduler
+from kvcore.serving.loop import AllocatorFactory
 
 if TYPE_CHECKING:
     from kvcore.cluster import ClusterResult
     from kvcore.config.cluster import ClusterParts
 
 MOST_RATES = 6
-"""Simulations in search of a rate, or of a number of replicas, at most."""
+"""The most simulations in a search for a rate or for a number of replicas."""
 
 DOUBLINGS = 5
-"""How often a pool or a number of GPUs is doubled, at most."""
+"""The most times that a pool or a number of GPUs is doubled."""
 
 MORE = 1.25
-"""How many times as many replicas are tried next."""
+"""Factor from one number of replicas to the next one that is tried."""
 
 CLOSE = 1.05
-"""How near the rate that holds and the next one that does not are, as a ratio;
-to two digits."""
+"""Ratio of two rates, rounded to two digits, between which no further rate is tried."""
 
 
 def find_capacity(
     parts: RunParts, result: Result, tick: Tick = unseen
 ) -> dict[str, float | int]:
-    """Return options with which the queue of a workload does not grow to the end.
+    """Return options with which the queue of a workload does not grow until its last request.
 
-    Empty if it does not grow as it is. Else as many of these as are found, each for itself:
-    `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the smallest doubling
-    of a pool whose size was given; `tensor_parallel`, the smallest doubling of the GPUs. Each
-    was simulated: mostly 3 to 5 runs, at most 16, which end when their verdict is certain.
-    The requests are read once, and stay in memory for the time of the search.
+    Empty if the queue does not grow anyway. Otherwise each of these that is found, to be
+    changed alone: `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the
+    smallest doubling of a pool whose size was given; `tensor_parallel`, the smallest doubling
+    of the GPUs. Each was simulated, without drafts: mostly 3 to 5 runs, at most 16, which end
+    as soon as it is certain whether the queue grows. The requests are read once, and stay in
+    memory during the search.
 
     Args:
-        parts: what was simulated; plugins must be named there, since each run has its own.
-        result: what came of it.
+        parts: the parts of the run; plugins must be given by name, since each simulation
+            builds its own.
+        result: the result of the run.
         tick: called with 1 after each simulation.
     """
     if result.saturation is None or not result.saturation.saturated:
@@ -74,15 +74,17 @@ def find_capacity(
 def find_replicas(
     parts: ClusterParts, result: ClusterResult, tick: Tick = unseen
 ) -> dict[str, float | int]:
-    """Return the number of replicas with which the queue of a cluster does not grow to the end.
+    """Return a number of replicas with which the queue of a cluster does not grow to the end.
 
-    Empty if it does not grow as it is, if replicas are unlike, or if none was found. The first
-    number to be tried is what would serve requests as fast as they come, at the rate of the
-    replicas there were; the next are `MORE` times as many, at most `MOST_RATES` in all.
+    Empty if the queue does not grow anyway, if replicas differ, or if no number was found. The
+    first number tried would serve requests as fast as they arrive if each replica served as
+    fast as in `result`; each further one is `MORE` times the last. At most `MOST_RATES` numbers
+    are tried.
 
     Args:
-        parts: what was simulated; plugins must be named there, since each run has its own.
-        result: what came of it.
+        parts: the parts of the run; plugins must be given by name, since each simulation
+            builds its own.
+        result: the result of the run.
         tick: called with 1 after each simulation.
     """
     from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server does without it
@@ -106,7 +108,7 @@ def find_replicas(
 
 @attrs.frozen
 class _Search:
-    """Simulations of the same workload with one option changed."""
+    """Simulates one workload again and again, each time with one option changed."""
 
     parts: RunParts
     result: Result
@@ -114,15 +116,16 @@ class _Search:
     requests: Sequence[Request]
 
     def rate(self) -> float | None:
-        """Return a rate that holds.
+        """Return the fastest rate at which the queue does not grow; None if none was found.
 
-        The first guess is the rate at which requests were served. If that holds, the next
-        rate above it is tried, which mostly does not, and is near enough; else bisection.
+        The first guess is the rate at which requests were served. If the queue does not grow
+        at that rate, the rate 5 % above is tried, at which it mostly does; otherwise the search
+        is a bisection.
         """
         saturation, load = self.result.saturation, self.result.offered_load or 0
         assert saturation is not None
         given = self.parts.config.rate_scale
-        # Above a load of 1 nothing holds.
+        # Above an offered load of 1 every queue grows.
         high, low = given / max(load, 1), 0.0
         served = given * saturation.served_per_s / saturation.arrivals_per_s
         rate = _two_digits(min(high, served), ROUND_FLOOR)
@@ -143,7 +146,7 @@ class _Search:
         return low or None
 
     def blocks(self) -> int | None:
-        """Return a pool size that can serve the workload, if the size was given."""
+        """Return the smallest pool with which the queue does not grow, if a size was given."""
         if not self.parts.sized:
             return None
         sizes = [self.parts.blocks << doubling for doubling in range(1, DOUBLINGS + 1)]
@@ -152,11 +155,11 @@ class _Search:
         return next(found, None)
 
     def devices(self) -> int | None:
-        """Return a number of GPUs that holds."""
+        """Return the smallest number of GPUs with which the queue does not grow."""
         parts = self.parts
         for doubling in range(1, DOUBLINGS + 1):
             devices = parts.deployment.devices << doubling
-            with suppress(InputError):  # the model may not be divided by so many
+            with suppress(InputError):  # The model may not be divisible by this number.
                 blocks = parts.blocks
                 if not parts.sized:
                     blocks = attrs.evolve(parts.deployment, devices=devices).blocks(
@@ -167,7 +170,7 @@ class _Search:
         return None
 
     def _may(self, blocks: int, devices: int | None) -> bool:
-        """Return False if the offered load rules a pool or a number of GPUs out."""
+        """Return False if the offered load shows that a queue would grow."""
         parts, tokens = self.parts, blocks * self.parts.geometry.block_size
         latency = self.result.latency if devices is None else parts.latency(devices)
         forgetting = self.result.cache.retention is not None
@@ -186,18 +189,10 @@ class _Search:
         if config.allocation == "contiguous":
             cache = contiguous_cache(cache)
             allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
-        loop = _QueueLoop(
-            Arrivals(self.requests, config.rate_scale, prefetches=cache.tiers is not None),
-            cache,
-            again.scheduler(),
-            SimulatedExecutor(latency),
-            parts.batching,
-            slo=again.slo,
-            allocator=allocator,
-        )
+        executor = SimulatedExecutor(latency)
+        loop = loop_of(_QueueLoop, again, self.requests, cache, executor, allocator)
         loop.moments = self._moments(loop, again, latency)
-        with suppress(_QueueDecidedError):
-            loop.run()
+        loop.run_until_decided()
         self.tick(1)
         if loop.grows is None:
             run = Result(loop.log, cache, parts.batching, latency, None)
@@ -205,10 +200,10 @@ class _Search:
         return not loop.grows
 
     def _moments(self, loop: _QueueLoop, parts: RunParts, latency: LatencyModel) -> list[int]:
-        """Return times (ns), the last one first, at which no queue decides that none grows.
+        """Return times (ns), latest first: an empty queue at one shows that no queue grows.
 
-        That is so if the offered load is at most 1, even if nothing hits. Empty where the
-        times of arrivals are not known before.
+        There are such times if the offered load is at most 1 even if nothing hits. Without
+        them, or if arrival times depend on the run, the list is empty.
         """
         fits = loop.allocator.never_fits
         served = [each for each in self.requests if each.prompt_tokens and not fits(each)]
@@ -229,48 +224,28 @@ class _Search:
         return moments(came[0], came[-1])[: -LAST - 1 : -1]
 
 
-class _QueueDecidedError(Exception):
-    """Ends a run as soon as it is known whether its queue grows."""
-
-
-class _QueueLoop(ServingLoop):
+class _QueueLoop(EarlyEndLoop):
     """A serving loop that ends when it is decided whether its queue grows.
 
-    That is after the last arrival, or, if it does not grow, before.
+    That is decided after the last arrival, or earlier if the queue does not grow.
 
     Attributes:
-        moments: times (ns), the last one first, at which no queue decides that none grows.
-        grows: whether the queue grows; None: that takes the whole run.
+        moments: times (ns), latest first: an empty queue at one shows that no queue grows.
+        grows: whether the queue grows; None: only the whole run decides it.
     """
 
     moments: list[int]
     grows: bool | None = None
-
-    def __init__(
-        self,
-        arrivals: Arrivals,
-        cache: KVCache,
-        scheduler: Scheduler,
-        executor: Executor,
-        batching: Batching,
-        **options: Any,
-    ) -> None:
-        super().__init__(arrivals, cache, scheduler, executor, batching, **options)
-        self.moments = []
-        self._max_seqs = batching.max_seqs
-        self._all_came: int | None = None
-
-    def _planned(self, now: int) -> None:
-        """Record nothing of the pool: its use is not reported."""
+    _all_came: int | None = None
 
     def _pass(self, *step: Any) -> int:
-        """Move the clock over steps that have run; look at the queue of the time before."""
+        """Advance the clock over executed steps; check the queue before that time."""
         now = super()._pass(*step)
-        # Whoever was admitted before `now` is known: the clock has gone on.
+        # All jobs that were admitted before `now` are known: the clock has gone on.
         while self.moments and self.moments[-1] < now:
             if not self._waits(self.moments.pop()):
                 self.grows = False
-                raise _QueueDecidedError
+                raise DecidedError
         if self._all_came is None:
             if self._arrivals.next_at >= NEVER and not self._arrivals.following:
                 self._all_came = now
@@ -280,7 +255,7 @@ class _QueueLoop(ServingLoop):
         return now
 
     def _waits(self, at: int) -> bool:
-        """Return True if a job waited at the time `at`, which the last step has passed."""
+        """Return True if a job waited at the time `at`, which lies before the clock."""
         jobs = self.batcher
         return any(job.arrival < at for job in jobs.waiting) or any(
             job.arrival < at < (job.admitted or 0) for job in jobs.running
@@ -296,13 +271,13 @@ class _QueueLoop(ServingLoop):
             [log.admitted[row] for row in rows]
             + [job.admitted for job in jobs if job.admitted is not None],
             [log.finish[row] for row in rows],
-            self._max_seqs,
+            self.batcher.batching.max_seqs,
         )
         if queue is None or not queue.grows or queue.persists:
             self.grows = queue is not None and queue.grows
-            raise _QueueDecidedError
+            raise DecidedError
 
 
 def _two_digits(number: float, rounding: str) -> float:
-    """Return a number with two digits."""
+    """Round a number to two digits."""
     return float(Context(prec=2, rounding=rounding).create_decimal(number))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import product
+from numbers import Integral
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -13,7 +14,7 @@ import attrs
 
 from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.serial_replay import replay, served
-from kvcore.analysis.workers import Call, call_all
+from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
@@ -24,7 +25,7 @@ from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, as_text, parse
-from kvcore.progress import Progress, Tick, silent, ticked
+from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
@@ -32,7 +33,7 @@ from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
 
 if TYPE_CHECKING:
-    # Imported where there are prices.
+    # Imported when there are prices.
     from kvcore.analysis.billing import Bill, Bills
     from kvcore.models.pricing import PriceModel
 
@@ -41,10 +42,11 @@ PARTS = (180, 60, 30, 18, 6)
 
 HELD_BYTES = 32 << 20
 REQUEST_BYTES, KEY_BYTES = 500, 8
-"""What the requests of a workload may take to be held in memory, and what each takes, about."""
+"""The most memory in which the requests of a workload are held, and about how much a request
+and each of its keys take."""
 
 SHARING = "radix"
-"""The prefix cache that the optimum is a bound for, and the default."""
+"""The prefix cache for which the optimum is a bound; also the default."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,24 +54,24 @@ class Row:
     """One eviction policy in a pool of one size.
 
     Attributes:
-        eviction, options: the policy.
-        blocks, block_size: the pool's blocks, and a block's tokens.
-        requests: how many were replayed.
-        lookup_blocks, hit_blocks: blocks looked up, and hit before the first miss.
-        hit_ratio: the share that hit, weighted by `block`, `token` or `request` (the mean
-            over requests with a lookup block); None where nothing was looked up.
-        reused_blocks, reuse_ratio: the same of what the pool or a tier below it had; None
-            without tiers. For the optimum: the most that any policies of them can reach.
-        tiers: what moved in and out of each tier, as `Tiers.as_dict()` says; None without
-            tiers, and for the optimum.
+        eviction, options: name and options of the policy.
+        blocks, block_size: blocks of the pool, and tokens of a block.
+        requests: number of requests that were replayed.
+        lookup_blocks, hit_blocks: blocks looked up, and blocks hit before the first miss.
+        hit_ratio: share of the lookups that hit, weighted by `block`, `token` or `request`
+            (the mean over requests with a lookup block); None if no block was looked up.
+        reused_blocks, reuse_ratio: the same for hits in the pool or in a tier below it; None
+            without tiers. For the optimum: the most that any policies of both can reach.
+        tiers: transfers and drops of each tier, as from `Tiers.as_dict()`; None without tiers
+            and for the optimum.
         evicted_blocks: blocks that left the cache, for room or because they expired.
-        share_of_optimum: its share of the optimum's hits (without bypass) in the same pool;
-            None where that was not run or hits nothing.
-        residency: by tier, how long blocks rested, as `Residency.as_dict()` says, in the
-            workload's own time; None where that was not asked for, and for the optimum.
-        bill: what an API whose cache this is would have charged; None without prices.
-        wall_s: seconds the row took, with any reading of the workload. Rows of the
-            optimum share one reading, which no row pays.
+        share_of_optimum: hits of the row divided by those of the optimum (without bypass) in
+            the same pool; None if the optimum was not run or hits nothing.
+        residency: how long blocks stayed, by tier, as from `Residency.as_dict()`, in the time
+            of the workload; None if it was not measured and for the optimum.
+        bill: the bill of an API that has this cache; None without prices.
+        wall_s: seconds that the row took, the reading of the workload included. Rows of the
+            optimum share one reading, which is part of no row.
     """
 
     eviction: str
@@ -95,8 +97,8 @@ class Infinite:
     """Hits of a cache that never evicts: the upper bound for every pool size.
 
     Attributes:
-        distinct_blocks: what it holds in the end; a pool of that size hits as much.
-        lookup_blocks, hit_blocks, hit_ratio: as in a row.
+        distinct_blocks: blocks in the cache at the end; a pool of that size hits as much.
+        lookup_blocks, hit_blocks, hit_ratio: the same as in `Row`.
     """
 
     distinct_blocks: int
@@ -117,7 +119,7 @@ class Source:
 
     @classmethod
     def of(cls, workload: Workload) -> Source:
-        """Describe `workload`, of which no request has been read yet."""
+        """Describe `workload`; its requests are not read, and `requests` is 0."""
         return cls(
             name=workload.name,
             digest=workload.digest,
@@ -129,14 +131,14 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Comparison(Shown):
-    """The result of `compare`: one row a policy and size, in the order asked for.
+    """The result of `compare`: one row per policy and size, in the order of the arguments.
 
     Attributes:
-        workload, accounting: what was replayed, and how blocks were counted.
+        workload: the workload that was replayed.
+        accounting: the accounting of blocks, `keys` or `tokens`.
         rows: the policies.
-        infinite: what a cache without bounds hits.
-        bills: what an API would have charged by its own rule, and without any cache; None
-            without prices.
+        infinite: the hits of a cache that never evicts.
+        bills: the bills of an API by its own rule and without any cache; None without prices.
     """
 
     workload: Source
@@ -185,40 +187,42 @@ def compare(
 ) -> Comparison:
     """Replay `workload`, serial and untimed, under each policy in a pool of each size.
 
-    The workload is read once a row, unless its requests take less than `HELD_BYTES`: these are
-    held in memory. A row's memory is one cache. Policies and sizes
-    given twice are run once.
+    The workload is read once for each row, unless its requests take less than `HELD_BYTES`:
+    then they are held in memory. A row takes the memory of one cache. Equal policies and equal
+    sizes are run once.
 
     Args:
-        workload: where the requests come from; also a plugin's name with options, or a file.
+        workload: the source of the requests: an instance, a plugin's name with options, or the
+            path of a file.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
             hold several), policy classes, functions that build a policy, and `Belady` or
             its name.
-        blocks: pool sizes, or one; None: a few parts of the workload's distinct blocks.
-        block_size: tokens a block holds; None: as many as a key of the workload.
-        accounting: `keys` or `tokens`, the two accountings.
+        blocks: one or several pool sizes; None: a few fractions of the workload's distinct
+            blocks.
+        block_size: tokens of a block; None: the tokens of a key of the workload.
+        accounting: `keys` or `tokens`.
         prefix: the prefix cache, as a name with options, a class, or a function.
-        recompute: what it costs to compute a block again, for policies that weigh that;
-            None: Llama 3 8B on an H100.
-        seed: of the named policies that have an option `seed` and do not set it.
-        trace: the file to write every decision to; with one policy and one size.
-        residency: whether to measure how long blocks rest; a row takes two to three times as
-            long for it.
+        recompute: the seconds to compute a block again, for policies that weigh them; None:
+            those of Llama 3 8B on an H100.
+        seed: the seed of named policies that have an option `seed` and do not set it.
+        trace: the file to which every decision is written; needs one policy and one size.
+        residency: whether to measure how long blocks stay; a row then takes two to three times
+            as long.
         tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
-            None: there are none. What they hold is loaded in no time, since no clock runs.
+            None: no tiers. Loads from them take no time, since no clock runs.
         price: the prices of an API that caches prompts, or their text; None: no bills.
-        jobs: processes that replay, each with the memory of a row, where there are several
-            rows; the result does not depend on it.
-        plugins: where names are looked up; None: what is installed.
-        progress: is told how many requests have been replayed; None: nobody is.
+        jobs: processes that replay rows, each with the memory of a row. The result does not
+            depend on it.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows the number of requests that have been replayed; None: no progress.
 
     Raises:
-        InputError: no workload, nothing to compare, a size that no pool has, an unknown
-            name or option, a block size that does not fit the keys, fewer than 1 job, what
-            several jobs cannot share, a trace of several rows, of the optimum or over the
-            workload's own file, the optimum in `tokens` counting or with another prefix
-            cache than `radix`, or a request that cannot be read.
-        PluginError: a plugin that cannot work here.
+        InputError: no workload, no policy, a size that no pool can have, an unknown name or
+            option, a block size that does not fit the keys, fewer than 1 job, a policy or a
+            workload that several jobs cannot share, a trace of several rows, of the optimum or
+            over the workload's own file, the optimum in `tokens` accounting or with another
+            prefix cache than `radix`, or a request that cannot be read.
+        PluginError: a plugin cannot be used here.
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
@@ -226,14 +230,12 @@ def compare(
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
-    bench = Bench.of(requested, accounting, block_size, recompute, make_prefix)
-    bench = attrs.evolve(bench, put_tiers=tiers)
+    setup = ReplaySetup.of(requested, accounting, block_size, recompute, make_prefix)
+    setup = attrs.evolve(setup, put_tiers=tiers)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
-    if jobs < 1:
-        msg = f"{jobs} jobs were asked for; give 1 or more"
-        raise InputError(msg)
+    check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
     source = Source.of(requested)
@@ -241,13 +243,14 @@ def compare(
         from kvcore.models.pricing import find_price  # noqa: PLC0415 - for prices alone
 
         price = find_price(price)
-    maker = _RowMaker(bench, residency, price)
+    maker = _RowMaker(setup, residency, price)
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if requested.size is None else requested.size * replays
     with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
         bounded = has_bound(candidates)
         if jobs > 1 and trace is None and sizes is not None and not bounded:
-            rows, (requests, infinite) = maker.rows_and_infinite(candidates, sizes, jobs)
+            pairs = list(product(candidates, sizes))
+            (requests, infinite), *rows = maker.in_processes(pairs, jobs, infinite=True)
         else:
             requests, infinite = maker.infinite(bounded=bounded)
             if sizes is None:
@@ -275,15 +278,15 @@ def default_sizes(distinct_blocks: int) -> list[int]:
 
 
 @attrs.frozen(slots=False)
-class Bench:
-    """Replays one workload, serial and untimed, each time in a cache of its own.
+class ReplaySetup:
+    """A workload and all settings of its untimed replays but the policy and the pool size.
 
     Attributes:
-        workload: where the requests come from.
-        geometry: how they lie in blocks.
-        recompute: what it costs to compute a block again.
+        workload: the source of the requests.
+        geometry: the layout of their keys in blocks.
+        recompute: the seconds to compute a block again.
         make_prefix: builds a prefix cache; None: the default.
-        put_tiers: puts tiers below a cache; None: there are none.
+        put_tiers: puts tiers below a cache; None: no tiers.
     """
 
     workload: Workload
@@ -300,11 +303,11 @@ class Bench:
         block_size: int | None,
         recompute: PrefillCost | None,
         make_prefix: Callable[[], PrefixIndex] | None = None,
-    ) -> Bench:
-        """Return a bench, with the defaults of `compare` for arguments that are None.
+    ) -> ReplaySetup:
+        """Return the setup of a workload, with the defaults of `compare` for None.
 
         Raises:
-            InputError: no workload, or an accounting or block size unfit for its keys.
+            InputError: no workload, or an accounting or block size that does not fit its keys.
         """
         if not isinstance(workload, Workload):
             msg = (
@@ -333,7 +336,7 @@ class Bench:
 
     @cached_property
     def slots(self) -> int:
-        """The blocks that all tiers below a cache hold together."""
+        """Number of slots in all tiers below a cache together."""
         if self.put_tiers is None:
             return 0
         cache = self.cache(_NoEviction(), 1)
@@ -341,16 +344,16 @@ class Bench:
         return sum(level.pool.blocks for level in cache.tiers.levels)
 
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
-        """Replay in a cache that never evicts; return its counts, and its blocks in the end."""
+        """Replay in a cache that never evicts; return its counts and its final blocks."""
         cache = self.cache(_NoEviction(), MOST_BLOCKS)
         return replay(requests, cache), cache.tree.cached_blocks
 
 
 @attrs.define
 class _RowMaker:
-    """Replays the workload of a bench once a row."""
+    """Makes the rows of a comparison: one replay of the workload each."""
 
-    bench: Bench
+    setup: ReplaySetup
     residency: bool
     price: PriceModel | None
     tick: Tick = attrs.field(init=False, repr=False)
@@ -358,19 +361,19 @@ class _RowMaker:
     held: list[Request] = attrs.field(init=False, factory=list, repr=False)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
-        """Return the number of requests, and what a cache without bounds hits.
+        """Return the number of requests, and the hits of a cache without bounds.
 
-        With `bounded`, for comparisons with Belady's bound, the reading of the future that
-        the bound needs says it; else a replay does.
+        With `bounded`, for comparisons with Belady's bound, both follow from the future that
+        the bound needs anyway; else from a replay.
         """
-        requests = ticked(self._holding(check_keys(self.bench.workload)), self.tick)
+        requests = ticked(self._holding(check_keys(self.setup.workload)), self.tick)
         if bounded:
-            geometry = self.bench.geometry
+            geometry = self.setup.geometry
             self.future = future = Future.read(requests, geometry)
             stats = future.stats(future.reused, geometry.block_size)
             distinct = stats.lookup_blocks - stats.hit_blocks
         else:
-            stats, distinct = self.bench.unbounded(requests)
+            stats, distinct = self.setup.unbounded(requests)
         return stats.requests, Infinite(
             distinct_blocks=distinct,
             lookup_blocks=stats.lookup_blocks,
@@ -379,7 +382,7 @@ class _RowMaker:
         )
 
     def _holding(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`; hold them for the rows, unless they take too much memory."""
+        """Yield `requests`, and hold them for the rows if they take little memory."""
         held: list[Request] = []
         size = 0
         for request in requests:
@@ -393,82 +396,82 @@ class _RowMaker:
 
     @property
     def _requests(self) -> Iterable[Request]:
-        """The requests, held or to be read."""
-        return self.held or self.bench.workload
+        """The held requests; the workload if they are not held."""
+        return self.held or self.setup.workload
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
         pairs = list(product(policies, sizes))
         if jobs == 1:
             return [self.row(policy, size) for policy, size in pairs]
-        places = [place for place, (policy, _) in enumerate(pairs) if policy.kind is not Belady]
-        made: dict[int, Row] = {}
-        calls = [self._call(*pairs[place]) for place in places]
-        for number, row in call_all(calls, jobs):
-            self.tick(row.requests)
-            made[places[number]] = row
-        # What the bound needs is read here, and takes more memory than a row.
-        return [made.get(place) or self.row(*pair) for place, pair in enumerate(pairs)]
+        # The future that the bound needs is read in this process: it takes more memory than a
+        # row.
+        sent = [pair for pair in pairs if pair[0].kind is not Belady]
+        made = iter(self.in_processes(sent, jobs))
+        return [self.row(*pair) if pair[0].kind is Belady else next(made) for pair in pairs]
 
-    def rows_and_infinite(
-        self, policies: list[Candidate], sizes: list[int], jobs: int
-    ) -> tuple[list[Row], tuple[int, Infinite]]:
-        """Return what `rows` and `infinite` do, with a process for the cache without bounds."""
-        unbounded = partial(self._sent.infinite, bounded=False)
-        calls: list[Call[Any]] = [Call(unbounded, self._parts, "the replay without bounds")]
-        calls += [self._call(policy, size) for policy, size in product(policies, sizes)]
+    def in_processes(
+        self, pairs: list[tuple[Candidate, int]], jobs: int, *, infinite: bool = False
+    ) -> list[Any]:
+        """Return the row of each policy and size, made by `jobs` processes.
+
+        With `infinite`, the first item is the result of `infinite(bounded=False)`.
+        """
+        calls: list[Call[Any]] = [self._call(policy, size) for policy, size in pairs]
+        if infinite:
+            unbounded = partial(self._sent.infinite, bounded=False)
+            calls.insert(0, Call(unbounded, self._parts, "the replay without bounds"))
         made: dict[int, Any] = {}
         for number, result in call_all(calls, jobs):
             made[number] = result
-            self.tick(result[0] if number == 0 else result.requests)
-        infinite = made.pop(0)
-        return [made[number] for number in sorted(made)], infinite
+            self.tick(result.requests if isinstance(result, Row) else result[0])
+        return [made[number] for number in range(len(calls))]
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
-        """Return the call that makes a row of a policy, in whatever process."""
-        built = attrs.evolve(policy, make=partial(_given, policy.make()))  # type: ignore[operator]
+        """Return the call that makes the row of a policy, in this process or another."""
+        built = attrs.evolve(policy, make=partial(_given, policy.build()))
         return Call(
             partial(self._sent.row, built, blocks),
             f"{self._parts} with policy {policy.name!r}",
-            f"the replay of {self.bench.workload.name} with {blocks} blocks",
+            f"the replay of {self.setup.workload.name} with {blocks} blocks",
         )
 
     @property
     def _sent(self) -> _RowMaker:
-        """Return a copy for a worker process, without what only this process needs."""
-        bench, prefix = self.bench, self.bench.make_prefix
+        """A copy for a worker process, without held requests and progress."""
+        setup, prefix = self.setup, self.setup.make_prefix
         if prefix is not None:
-            bench = attrs.evolve(bench, make_prefix=partial(_given, prefix()))
-        sent = _RowMaker(bench, self.residency, self.price)
-        sent.tick = _untold
+            setup = attrs.evolve(setup, make_prefix=partial(_given, prefix()))
+        sent = _RowMaker(setup, self.residency, self.price)
+        sent.tick = unseen
         return sent
 
     @property
     def _parts(self) -> str:
-        return f"workload {self.bench.workload.name!r}"
+        return f"workload {self.setup.workload.name!r}"
 
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
         cache: KVCache | None = None
         reused: CacheStats | None = None
-        size, charged = self.bench.geometry.block_size, None
+        size, charged = self.setup.geometry.block_size, None
         if isinstance(policy.make, Belady):
             assert self.future is not None, "`infinite` has read it"
             self.tick(len(self.future.lengths))
             hits, evicted = policy.make.hits(self.future, blocks)
             stats = self.future.stats(hits, size)
-            if self.bench.slots:
-                # What pool and tiers hold is one cache that computes prompts it need not keep.
+            if self.setup.slots:
+                # Pool and tiers bound one cache that need not keep the prompts it computes.
                 reused, _ = Belady(bypass=True).replay(
-                    self.future, blocks + self.bench.slots, size
+                    self.future, blocks + self.setup.slots, size
                 )
             if self.price is not None:
                 charged = self._bill(zip(self._requests, hits, strict=True))
         else:
-            cache = self.bench.cache(policy.make(), blocks, trace)
-            if self.bench.put_tiers is not None:
-                self.bench.put_tiers(cache)
+            cache = self.setup.cache(policy.make(), blocks, trace)
+            if self.setup.put_tiers is not None:
+                self.setup.put_tiers(cache)
             if self.residency:
                 cache.record_residency()
             requests = ticked(self._requests, self.tick)
@@ -482,7 +485,7 @@ class _RowMaker:
             eviction=policy.name,
             options=policy.options,
             blocks=blocks,
-            block_size=self.bench.geometry.block_size,
+            block_size=self.setup.geometry.block_size,
             requests=stats.requests,
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
@@ -497,10 +500,10 @@ class _RowMaker:
         )
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
-        """Return the bill of requests, given each with the blocks that it hits."""
+        """Return the bill of requests; each comes with the number of blocks that it hits."""
         from kvcore.analysis.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
 
-        size = self.bench.geometry.block_size
+        size = self.setup.geometry.block_size
         assert self.price is not None
         price = self.price
         return Bill.of(price, (hit_charge(price, each, hit * size) for each, hit in hits))
@@ -509,23 +512,19 @@ class _RowMaker:
         self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
     ) -> Row:
         """Replay under one policy and write every decision to the trace `file`."""
-        cost = cost_fields(self.bench.recompute)
-        with Trace(file, workload=self.bench.workload, seed=seed, recompute=cost) as trace:
+        cost = cost_fields(self.setup.recompute)
+        with Trace(file, workload=self.setup.workload, seed=seed, recompute=cost) as trace:
             return self.row(policy, blocks, trace)
 
 
 def _given(part: Any) -> Any:
-    """Return a part that was built where it could be."""
+    """Return `part`: with `partial`, a function that builds it and can be pickled."""
     return part
-
-
-def _untold(done: int) -> None:
-    """Ignore progress."""
 
 
 @attrs.define(slots=False, eq=False)
 class _NoEviction(EvictionPolicy):
-    """The policy of a cache without bounds, which never asks for a victim."""
+    """The policy of a cache that never evicts."""
 
     name: ClassVar[str] = "no eviction"
 
@@ -537,22 +536,27 @@ class _NoEviction(EvictionPolicy):
 
 
 def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
-    """Return the pool sizes asked for, each once.
+    """Return pool sizes without repetitions.
+
+    `purpose` completes the error message for no size: `to compare in`.
 
     Raises:
-        InputError: a size that no pool has, or none `purpose`, such as `to compare in`.
+        InputError: a size that no pool can have, or no size.
     """
-    sizes = list(dict.fromkeys([blocks] if isinstance(blocks, int) else blocks))
+    several = isinstance(blocks, Iterable) and not isinstance(blocks, str)
+    sizes: list[Any] = list(dict.fromkeys(blocks if several else [blocks]))  # type: ignore[arg-type]
     for size in sizes:
-        if not 0 < size <= MOST_BLOCKS:
+        whole = isinstance(size, Integral) and not isinstance(size, bool)
+        if not whole or not 0 < size <= MOST_BLOCKS:
             msg = (
-                f"a pool of {size} blocks was asked for; give 1 or more, at most {MOST_BLOCKS}"
+                f"a pool of {size!r} blocks was asked for; give 1 or more, at most "
+                f"{MOST_BLOCKS}"
             )
             raise InputError(msg)
     if not sizes:
         msg = f"there is no pool {purpose}: give at least one size"
         raise InputError(msg)
-    return sizes
+    return [int(size) for size in sizes]
 
 
 def _check(
@@ -587,7 +591,7 @@ def _check(
 
 
 def _with_shares(rows: list[Row]) -> list[Row]:
-    """Return the rows with their share of what the optimum hits in the same pool."""
+    """Return the rows, each with its share of the hits of the optimum in the same pool."""
     optimum = Belady()
     best = {
         row.blocks: row.hit_blocks
@@ -608,13 +612,12 @@ Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
 
 @attrs.frozen
 class Candidate:
-    """A policy, of which each pool gets a new instance, or Belady's bound.
+    """A policy to compare, or Belady's bound. Equal class and options make equal candidates.
 
     Attributes:
-        kind: its class.
-        options: its options, as JSON has them.
-        make: what builds it, or the optimum itself. Contenders of equal class and options
-            are equal.
+        kind: the class of the policy, or `Belady`.
+        options: the options as JSON values.
+        make: builds a new instance of the policy for each pool; or is the bound itself.
     """
 
     kind: type[EvictionPolicy | Belady]
@@ -623,10 +626,10 @@ class Candidate:
 
     @classmethod
     def building(cls, make: Callable[[], EvictionPolicy]) -> Candidate:
-        """Return the candidate of `make`, which is called once, to check that it works.
+        """Return the candidate of `make`, which is called once to check that it works.
 
         Raises:
-            PluginError: what it builds has no name.
+            PluginError: the policy that it builds has no name.
         """
         policy = make()
         check_name(type(policy))
@@ -636,6 +639,11 @@ class Candidate:
     def bound(cls, optimum: Belady) -> Candidate:
         """Return Belady's bound as a candidate."""
         return cls(Belady, optimum.options(), optimum)
+
+    def build(self) -> EvictionPolicy:
+        """Return a new instance of the policy; the candidate is not the bound."""
+        assert not isinstance(self.make, Belady)
+        return self.make()
 
     @property
     def name(self) -> str:
@@ -649,7 +657,7 @@ def has_bound(candidates: Iterable[Candidate]) -> bool:
 
 
 def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
-    """Raise InputError if Belady's bound is asked for in an accounting in which it is none."""
+    """Raise InputError if Belady's bound is a candidate in another accounting than `keys`."""
     if accounting != "keys" and has_bound(candidates):
         msg = (
             f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
@@ -663,11 +671,11 @@ def candidates_of(
 ) -> list[Candidate]:
     """Return the candidates that `policies` names, without repetitions.
 
-    `seed` is that of the named policies with an option `seed` that do not set it.
+    `seed` is the seed of named policies that have an option `seed` and do not set it.
 
     Raises:
-        InputError: none at all, or one that cannot be built as given.
-        PluginError: a plugin that cannot work here.
+        InputError: there is no policy, or one cannot be built.
+        PluginError: a plugin cannot be used here.
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable):
         policies = [policies]

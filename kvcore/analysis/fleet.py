@@ -11,28 +11,27 @@ from typing import Any, Literal, Self
 import attrs
 
 from kvcore.analysis.belady import Foresight
+from kvcore.analysis.early_end import DecidedError, EarlyEndLoop, loop_of
 from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.runner import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
-from kvcore.serving.arrivals import Arrivals
-from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import Outcome
+from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
 
 Grant = Literal["", "foresight", "endless", "seen"]
-"""What a simulated fleet is given that no server has: the eviction of `Foresight`, a pool that
-never fills, or such a pool in which every prompt was before the first request came."""
+"""An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a
+pool that never fills and holds every prompt before the first request arrives. Empty: none."""
 
 GRANTS: tuple[Grant, ...] = ("foresight", "endless", "seen")
 
 LOOK = 50
-"""Requests that end before it is counted again how many have missed their SLO."""
+"""Number of requests that end between two counts of the missed SLOs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -40,13 +39,13 @@ class Fleet:
     """Identical replicas of a model.
 
     Attributes:
-        replicas: how many.
-        devices: GPUs of each, which share its model.
-        blocks: blocks of the pool of each.
-        host_bytes: bytes of the host's memory that each has as a tier; 0: it has none.
-        policy: a plugin in place of the one asked for, as (kind, name); None: none.
-        grant: what it is given that no server has.
-        whole: whether it is simulated to the end although it misses the SLO.
+        replicas: number of replicas.
+        devices: GPUs of a replica, which share its model.
+        blocks: blocks in the pool of a replica.
+        host_bytes: bytes of host memory that a replica has as a tier; 0: no such tier.
+        policy: a plugin, as (kind, name), that replaces that of the configuration; None: none.
+        grant: the advantage that the fleet is given.
+        whole: whether it is simulated to the end even if it misses the SLO.
     """
 
     replicas: int
@@ -59,7 +58,7 @@ class Fleet:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs in all."""
+        """Number of GPUs of all replicas."""
         return self.replicas * self.devices
 
 
@@ -68,16 +67,15 @@ class Served:
     """Outcome of a workload on a fleet.
 
     Attributes:
-        requests: how many came.
-        whole: whether all requests were served. A simulation ends when more have missed their
-            SLO than may; all that did not end before then count as judged, and not met.
-        judged, met: requests that an SLO judges, and those that met it. One that is rejected
-            has missed it.
+        requests: number of requests of the workload.
+        whole: whether all requests were served. A simulation ends when more requests have
+            missed their SLO than may miss it; then all others count as judged and not met.
+        judged, met: requests with an SLO, and those that met it. A rejected one missed it.
         rejected: requests for which no pool was large enough.
-        ttft_s, tpot_s: mean and percentiles of all requests, as `Percentiles` has them.
-        prompt_tokens, hit_tokens, loaded_tokens: tokens of prompts, those of them that were
-            in the pool, and those that were loaded from tiers.
-        busiest: share of the prompt tokens that the busiest replica got.
+        ttft_s, tpot_s: mean and percentiles over all requests, from `Percentiles.as_dict()`.
+        prompt_tokens, hit_tokens, loaded_tokens: tokens of prompts, those that hit in the
+            pool, and those loaded from tiers.
+        busiest: share of the prompt tokens that the busiest replica received.
     """
 
     requests: int
@@ -99,7 +97,7 @@ class Served:
 
     @property
     def hit_ratio(self) -> float | None:
-        """Share of the prompt tokens that hit, in the pool or below it."""
+        """Share of the prompt tokens that hit, in the pool or in a tier."""
         hits = self.hit_tokens + self.loaded_tokens
         return hits / self.prompt_tokens if self.prompt_tokens else None
 
@@ -109,9 +107,9 @@ class Traffic:
     """The requests of a workload, and the key by which each is kept on one replica.
 
     Attributes:
-        requests: all of them. Equal keys are one object, as requests of a session have
-            mostly the same.
-        groups: of each request, the hash of what it is kept together by.
+        requests: all requests. Equal keys are one object: requests of a session have most of
+            their keys in common.
+        groups: for each request, the hash of its session, or of what stands for a session.
     """
 
     requests: list[Request]
@@ -121,10 +119,10 @@ class Traffic:
     def of(cls, workload: Workload) -> Self:
         """Read a workload.
 
-        Requests of a session are kept together. One without a session goes with those that
-        have the same *rare* key first: one that at most √n of n requests have, since the keys
-        before it, a system prompt, would bring all requests to one replica. Without such a
-        key it is on its own.
+        Requests of a session form a group. Requests without a session form a group if their
+        first *rare* key is the same: a key that at most √n of n requests have. The keys before
+        it, those of a system prompt, would bring all requests to one replica. A request
+        without a rare key is a group of its own.
         """
         known: dict[Any, Any] = {}
         requests = [
@@ -143,7 +141,7 @@ class Traffic:
         return cls(requests, [_hashed(group(each)) for each in requests])
 
     def split(self, replicas: int) -> list[list[Request]]:
-        """Return the requests of each replica, in order; replicas without any are left out."""
+        """Return the requests of each replica, in order, without replicas that get none."""
         parts: list[list[Request]] = [[] for _ in range(replicas)]
         for request, group in zip(self.requests, self.groups, strict=True):
             parts[replica_of(group, replicas)].append(request)
@@ -157,9 +155,9 @@ def _hashed(name: Any) -> int:
 
 
 def replica_of(group: int, replicas: int) -> int:
-    """Return which of `replicas` replicas a hash of 64 bits belongs to.
+    """Return the replica, out of `replicas`, to which a hash of 64 bits belongs.
 
-    With one replica more, a group stays where it is or moves to the new one.
+    If a replica is added, a group stays on its replica or moves to the new one.
     Source: Lamping and Veach, "A fast, minimal memory, consistent hash algorithm", 2014.
     """
     chosen, jump = 0, 0
@@ -175,9 +173,9 @@ class FleetTask(Task):
     """The simulation of a fleet, named by its digest.
 
     Attributes:
-        fleet: the fleet; its pool and its GPUs are in `cell` as well.
-        percentile: the simulation ends when fewer requests can meet their SLO than this
-            percentage; 0: never before its end.
+        fleet: the fleet; `cell` has its pool and its GPUs as well.
+        percentile: the simulation ends early when less than this percentage of the requests
+            can still meet the SLO; 0: never.
     """
 
     fleet: Fleet
@@ -188,7 +186,7 @@ class FleetTask(Task):
         """Name the simulation of a fleet.
 
         Raises:
-            InputError, PluginError: a part that cannot be as asked for; names the option.
+            InputError, PluginError: a part cannot be built; names the option.
         """
         if fleet.policy is not None:
             change: dict[str, Any] = dict([fleet.policy])
@@ -204,7 +202,7 @@ class FleetTask(Task):
         return attrs.evolve(task, digest=task.named(CellRun(cell, known)))
 
     def named(self, cell: CellRun) -> str:
-        """Return the digest: of the cell, its division, what it is granted, when it ends."""
+        """Return the digest of the cell and of what a fleet adds to it."""
         fleet = self.fleet
         text = f"fleet 1 {cell.digest} {fleet.replicas} {fleet.grant} {self.percentile!r}"
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
@@ -250,7 +248,7 @@ def _is_host(tier: Any) -> bool:
 
 
 def _resized(tiers: Any, host_bytes: int) -> tuple[Any, ...]:
-    """Return tiers with a host tier of that many bytes; with 0, without the host tier."""
+    """Return the tiers with a host tier of `host_bytes`; for 0, without the host tier."""
     memory = {"memory": f"{host_bytes}B"}
     return tuple(
         Spec(tier.name, {**tier.options, **memory}) if _is_host(tier) else tier
@@ -262,7 +260,7 @@ def _resized(tiers: Any, host_bytes: int) -> tuple[Any, ...]:
 def _served(
     parts: RunParts, requests: list[Request], grant: Grant, most_missed: Fraction
 ) -> tuple[RunLog, bool]:
-    """Simulate one replica; return its log, and whether it came to its end."""
+    """Simulate one replica; return its log, and whether all its requests were served."""
     config = parts.config
     if grant == "foresight":
         config = attrs.evolve(config, eviction=Foresight(requests, parts.geometry))
@@ -274,45 +272,30 @@ def _served(
         begin = requests[0].arrival
         replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
     latency.bind()
-    loop = _JudgedLoop(
-        Arrivals(requests, config.rate_scale, prefetches=cache.tiers is not None),
-        cache,
-        parts.scheduler(),
-        SimulatedExecutor(latency),
-        parts.batching,
-        slo=parts.slo,
-        allocator=DecodeAllocator,
-    )
+    kind, executor = _JudgedLoop, SimulatedExecutor(latency)
+    if config.drafter is not None:
+        kind, executor = _JudgedDrafts, SpeculativeSimulator(latency, parts.built("drafter"))
+    loop = loop_of(kind, parts, requests, cache, executor)
     loop.most_missed = most_missed
-    try:
-        loop.run()
-    except _TooManyMissedError:
-        return loop.log, False
-    return loop.log, True
+    whole = loop.run_until_decided()
+    return loop.log, whole
 
 
-class _TooManyMissedError(Exception):
-    """Ends a run in which too many requests have missed their SLO."""
-
-
-class _JudgedLoop(ServingLoop):
-    """A serving loop that ends when more requests have missed their SLO than may.
-
-    Attributes:
-        most_missed: how many may.
-    """
+class _JudgedLoop(EarlyEndLoop):
+    """A serving loop that ends when more than `most_missed` requests have missed their SLO."""
 
     most_missed: Fraction
     _looked = 0
 
-    def _planned(self, now: int) -> None:
-        """Record nothing of the pool: its use is not reported."""
-
     def _pass(self, *step: Any) -> int:
-        """Advance the clock over executed steps; now and then, count missed SLOs."""
+        """Advance the clock over executed steps; sometimes count the missed SLOs."""
         verdicts = self.log.verdict
         if len(verdicts) > self._looked + LOOK:
             self._looked = len(verdicts)
             if verdicts.count(MISSED) > self.most_missed:
-                raise _TooManyMissedError
+                raise DecidedError
         return super()._pass(*step)
+
+
+class _JudgedDrafts(_JudgedLoop, SpeculativeLoop):
+    """The same loop where steps verify drafts."""

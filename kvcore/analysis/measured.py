@@ -22,25 +22,25 @@ from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 
 MEASURES = ("ttft", "tpot", "throughput")
-"""What a row may have measured: mean seconds, mean seconds, output tokens a second."""
+"""The columns of measured values: mean seconds, mean seconds, output tokens per second."""
 
 LOAD = ("input_tokens", "output_tokens", "concurrency", "rate", "requests", "spread")
-"""The columns of the load: those of the workload plugin `bench`."""
+"""The columns of the load: options of the workload plugin `bench`."""
 
 NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
-"""Columns that no row leaves out, besides a load and a measure."""
+"""The columns that every row has, besides a load and a measure."""
 
 LABELS = ("id", "engine", "version", "source")
-"""Columns that say where a row comes from."""
+"""The columns that name the source of a row."""
 
 OPTIONS = (*OF_REPLICAS, "block_size", "like")
-"""Columns that are options of a server, of `RunConfig`."""
+"""The columns that are options of `RunConfig`."""
 
 COLUMNS = (*LABELS, *LOAD, *MEASURES, *OPTIONS)
 """All columns that a row may have."""
 
 AIC = "aic"
-"""In place of a file: the samples of the package aiconfigurator-core."""
+"""The name of the samples of the package aiconfigurator-core, in place of a file."""
 
 _NUMBERS = (*LOAD, *MEASURES)
 _AIC_COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
@@ -49,7 +49,7 @@ _VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
 _WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
 
 Taken: TypeAlias = "Measured | str"
-"""A row that can be simulated, or why it cannot."""
+"""A row that can be simulated, or the reason why it cannot be."""
 
 
 @attrs.frozen
@@ -58,10 +58,10 @@ class Measured:
 
     Attributes:
         line: number of its line in the file, from 1.
-        labels: its id, engine, version and source, where they are given.
-        options: options of `RunConfig`: the model, device, and what else is known.
+        labels: its id, engine, version and source, if the row has them.
+        options: options of `RunConfig`, such as the model and the device.
         load: options of the workload `bench`.
-        values: what was measured, by the names of `MEASURES`.
+        values: the measured values, by the names of `MEASURES`.
     """
 
     line: int
@@ -73,18 +73,18 @@ class Measured:
     def label(self, names: str) -> str:
         """Return the value of a column, or of several with `+` between their names.
 
-        A column that the row does not have is `-`.
+        The value of a column that the row lacks is `-`.
         """
         known = {**self.load, **self.options, **self.labels}
         return " ".join(str(known.get(name, "-")) for name in names.split("+"))
 
 
 def read_measured(path: str | Path) -> Iterator[Taken]:
-    """Yield the rows of a file of measurements; for a row that cannot be read, the reason.
+    """Yield the rows of a file of measurements; for a row that cannot be simulated, the reason.
 
-    A CSV file with a header, or JSON Lines: columns are those of `MEASURES`, `LOAD` and
-    `LABELS`, and options of `RunConfig`; a cell that is empty is not given. Or the silicon
-    samples of AIConfigurator (Apache-2.0), which `aic` names where the package is installed.
+    The file is a CSV file with a header, or JSON Lines, with the columns of `COLUMNS`; an empty
+    cell is a missing value. `aic` names the silicon samples of AIConfigurator (Apache-2.0), if
+    its package is installed.
 
     Raises:
         InputError: no such file, an unknown column, or a cell that cannot be read; names
@@ -105,11 +105,7 @@ def read_measured(path: str | Path) -> Iterator[Taken]:
 
 
 def check_columns(names: Iterable[str]) -> None:
-    """Refuse a name that is none of `COLUMNS`.
-
-    Raises:
-        InputError: names the nearest one, and all that there are.
-    """
+    """Raise InputError for a name that is not in `COLUMNS`; it names the nearest column."""
     for name in names:
         if name not in COLUMNS:
             known = ", ".join(COLUMNS)
@@ -184,7 +180,7 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
 
 
 def _number(name: str, cell: Any) -> int | float:
-    """Return a number of a cell, which may be as text."""
+    """Return the number of a cell, which may be text."""
     value: Any = _typed(cell)
     least = 0 if name == "spread" else 1
     if name in ("rate", *MEASURES, "spread"):
@@ -203,7 +199,7 @@ def _number(name: str, cell: Any) -> int | float:
 
 
 def _typed(cell: Any) -> Any:
-    """Return true, false and numbers of a table as such; other text stays."""
+    """Return the boolean or number that the text of a cell stands for; other text as it is."""
     if not isinstance(cell, str):
         return cell
     try:

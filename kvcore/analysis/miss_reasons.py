@@ -1,4 +1,4 @@
-"""Reasons for which tokens of prompts missed, by request and in total."""
+"""Reasons why tokens of prompts missed, by request and in total."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ CATEGORIES = {
     "truncated": "beyond what a pool of this size keeps of one request",
     "no_keys": "without a key to be found by",
 }
-"""Where hits are lost: every missed token is in one of these."""
+"""The reasons of misses, each with its meaning; every missed token has one of them."""
 
 OF_CLUSTERS = CATEGORIES | {
     "compulsory": "no request that its replica admitted before had these keys",
     "elsewhere": "on another replica when the request was routed",
 }
-"""Where hits are lost on a cluster. What another replica had counts as that, if the router
-could have had it: whatever became of it on the replica that was chosen."""
+"""The reasons of misses on a cluster. Tokens that another replica held when the request was
+routed are `elsewhere`, whatever the reason is on the chosen replica."""
 
 EVICTED = "evicted"
-"""Capacity or policy: which of them is known when all requests are."""
+"""Capacity or policy: the last line of the trace decides between them."""
 
 WAYS = {
     "starts": "the first block is new",
@@ -48,16 +48,15 @@ WAYS = {
     "extends": "no earlier request went on",
     "ends": "the last key, which covers a part of a block, is new",
 }
-"""How the keys that nobody sent before begin."""
+"""How the first keys that no earlier prompt has follow the keys before them."""
 
 OPTIMUM = (
     "evicts the block whose next request is furthest, deepest first among equals, and must "
     "admit what is computed; it replays the requests one after another, without a clock, in "
     "the order of their first admission"
 )
-"""What decides between capacity and policy. Source: Belady, 1966; see
-`kvcore.analysis.Belady`.
-"""
+"""The rule that divides misses by capacity and by policy. Source: Belady, 1966; see
+`kvcore.analysis.Belady`."""
 
 
 def seconds(ns: int) -> float:
@@ -71,12 +70,12 @@ class Eviction:
 
     Attributes:
         line: its number in the file, from 1.
-        time: of the eviction, in ns.
-        span, blocks: what left, and how much.
+        time: time of the eviction, in ns.
+        span, blocks: the id of the span, and the number of blocks that left.
         by, beneficiary: the policy, and the request that needed the room.
-        user: the request that stored it or hit it last.
-        age, hits: ns since the span was stored or last hit, and how often others hit it.
-        expired: whether its time was over, rather than room needed.
+        user: the request that stored or hit the span last.
+        age, hits: ns since the span was stored or last hit, and its hits by other requests.
+        expired: True if the span expired; False if its room was needed.
     """
 
     line: int
@@ -91,7 +90,7 @@ class Eviction:
     expired: bool
 
     def as_dict(self, now: int) -> dict[str, Any]:
-        """Return the eviction as a JSON object, seen from a lookup at `now` (ns)."""
+        """Return the eviction as a JSON object; `before_s` counts back from `now` (ns)."""
         return {
             "line": self.line,
             "t_s": seconds(self.time),
@@ -112,9 +111,9 @@ class TierDrop:
 
     Attributes:
         line: its number in the file, from 1.
-        time: when, in ns.
-        tier, reason: where it was, and why it left.
-        beneficiary: the request whose blocks took the room, where room was needed.
+        time: time of the drop, in ns.
+        tier, reason: the tier, and the reason of the drop.
+        beneficiary: the request whose blocks took the room; None for other reasons.
     """
 
     line: int
@@ -124,7 +123,7 @@ class TierDrop:
     beneficiary: Id | None
 
     def as_dict(self, now: int) -> dict[str, Any]:
-        """Return the fields as a JSON object, seen from a lookup at `now` (ns)."""
+        """Return the drop as a JSON object; `before_s` counts back from `now` (ns)."""
         return {
             "line": self.line,
             "t_s": seconds(self.time),
@@ -140,13 +139,13 @@ class DivergencePoint:
     """A point after which requests with the same keys continue with different ones.
 
     Attributes:
-        first, width: the token after the common ones, and how many a key covers: what
-            changed begins within these.
-        requests: how many first sent something new here.
-        tokens: of theirs, from here on.
-        shares: the sum of the positions as shares of their prompts.
+        first, width: the first token after the common keys, and the tokens of a key: the
+            prompts differ somewhere within this key.
+        requests: number of requests that were first to continue differently here.
+        tokens: tokens of their prompts after this point.
+        shares: sum over these requests of the position of the point, as a share of the prompt.
         example: the first of these requests.
-        other: the request that it parted from; None at a prompt's start.
+        other: the request from which it diverges; None at the start of a prompt.
     """
 
     first: int
@@ -158,7 +157,7 @@ class DivergencePoint:
     shares: float = 0.0
 
     def count(self, prompt: int, tokens: int) -> None:
-        """Count a request: its `tokens`, and how many of them follow this point."""
+        """Count a request: the tokens of its prompt, and those from this point on."""
         self.requests += 1
         self.tokens += tokens
         self.shares += self.first / prompt
@@ -181,20 +180,20 @@ class MissSegment:
     """Consecutive tokens of a prompt that missed for the same reason.
 
     Attributes:
-        category: one of `CATEGORIES`.
-        first, tokens: the first of them, counted from 0, and how many.
-        eviction: what evicted them, where they were.
-        other: the request that used evicted tokens last, is computing those in flight, sent
-            those that were not stored, or from which a compulsory miss parts.
-        way: of a compulsory miss, one of `WAYS`.
-        place: of one that diverges or starts, where that is.
-        other_salts: requests of other salts before one that starts. Keys depend on the salt
-            from the first block on, so whether one has the same text cannot be told.
-        tier: the lower tier that had them at admission; None: none had.
-        load_ns: how long it took to load them, or would have taken, its queue included; None
-            where nothing is loaded from that tier.
-        drop: how evicted tokens left the last lower tier that had them.
-        replica: of a cluster the one that had them, where they were elsewhere.
+        category: one of `CATEGORIES`, or of `OF_CLUSTERS`.
+        first, tokens: the position of the first token, from 0, and the number of tokens.
+        eviction: the eviction of the tokens, if they were evicted.
+        other: the request that used evicted tokens last, computes tokens in flight, sent tokens
+            that were not stored, or from which a compulsory miss diverges.
+        way: one of `WAYS` for a compulsory miss.
+        place: the divergence point of a compulsory miss that diverges or starts.
+        other_salts: number of earlier requests with other salts, for a miss that starts. Keys
+            depend on the salt from the first block on, so equal texts cannot be recognised.
+        tier: the lower tier that held the tokens at admission; None: no tier did.
+        load_ns: ns that their load took or would have taken, with its queue; None if nothing
+            is loaded from the tier.
+        drop: the drop by which evicted tokens left the last lower tier that held them.
+        replica: the replica that held tokens which are `elsewhere`.
     """
 
     category: str
@@ -216,13 +215,16 @@ class MissSegment:
         return self.first + self.tokens
 
     def between(self, first: int, end: int) -> Iterator[MissSegment]:
-        """Yield the part of it from token `first` up to `end`, if there is one."""
+        """Yield the part from token `first` up to `end`, unless it is empty."""
         first, end = max(first, self.first), min(end, self.end)
         if first < end:
             yield attrs.evolve(self, first=first, tokens=end - first)
 
     def split_at(self, best: int) -> Iterator[MissSegment]:
-        """Yield the parts before and after `best`, the end of the optimum's hit, if evicted."""
+        """Yield the parts of an evicted segment before and after `best`; others are left whole.
+
+        `best` is the position at which the hit of the optimum ends.
+        """
         if self.category != EVICTED:
             yield self
             return
@@ -239,21 +241,19 @@ class MissSegment:
 class RequestMisses:
     """The hit of a request's first admission, and the reasons for the rest.
 
-    `losses` are in the order of the prompt, from where the hit ends to its end: the first
-    says why the hit ended.
-
     Attributes:
         request, tokens: its id, and the tokens of its prompt as the trace counts them.
-        salt, tenant: as in its REQUEST line; None where not given.
-        arrived, admitted: in ns; admitted is None if it never was.
+        salt, tenant: from its REQUEST line; None if absent.
+        arrived, admitted: times in ns; `admitted` is None if it was never admitted.
         seq: the sequence of its first admission.
         hit: prompt tokens that hit.
-        optimum: prompt tokens that hit in the optimum of these admissions, one by one.
-        losses: the tokens that did not.
-        again: how often it was admitted again, after preemptions. That is no reuse, and
-            counts nowhere else.
-        rejected: why it was turned away.
-        replica: of a cluster the one that served it last; None: of one server, or none did.
+        optimum: prompt tokens that the optimum hits in a serial replay of the admissions.
+        losses: the missed segments in the order of the prompt, from the end of the hit to the
+            end of the prompt: the first one says why the hit ended.
+        again: number of further admissions after preemptions. Their hits are no reuse, and
+            count nowhere else.
+        rejected: the reason of its rejection; None if it was not rejected.
+        replica: the replica that served it last; None on one server, or if no replica did.
     """
 
     request: Id
@@ -281,7 +281,7 @@ class RequestMisses:
 SCHEMA = 1
 
 TOP = 5
-"""Places, victims and beneficiaries a summary names."""
+"""Number of places, victims and beneficiaries in a summary."""
 
 
 @attrs.define
@@ -289,7 +289,7 @@ class MissedTokens:
     """Sum of the tokens that missed for one reason.
 
     Attributes:
-        tokens, seconds: how many, and the least time their prefill takes.
+        tokens, seconds: number of tokens, and the least seconds of their prefill.
         stopped: requests whose hit ended for this reason.
     """
 
@@ -313,19 +313,18 @@ class Summary:
     """Totals of missed tokens over all first admissions, by reason.
 
     Attributes:
-        admitted, rejected, waiting: requests by what became of them.
+        admitted, rejected, waiting: number of requests by their state at the end.
         readmitted: admissions after a preemption, which count nowhere else.
-        prompt_tokens, hit_tokens: of those admitted; `missed_tokens` is the rest.
-        categories: each of `Explanation.categories`; their tokens add up to those missed.
+        prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit.
+        categories: each of `Explanation.categories`; their tokens add up to the missed ones.
         ways: each of `WAYS`; their tokens add up to the compulsory ones.
-        salted: what starts anew though requests of other salts came before: as much, at
-            most, could be text that another salt has.
-        places: where most requests parted from others, those with most tokens first among
-            equals.
-        victims: the requests that lost most to evictions, and their tokens.
-        beneficiaries: those for which most was evicted that was wanted again, likewise.
-        load_s: seconds that loads from lower tiers took, in place of the prefill of what was
-            `loaded`.
+        salted: compulsory misses that start although requests with other salts came before: at
+            most these tokens could be text that another salt has.
+        places: the points at which most requests diverge; among equals those with more tokens.
+        victims: the requests that lost most tokens to evictions, and these tokens.
+        beneficiaries: the requests for which most tokens were evicted that missed later, and
+            these tokens.
+        load_s: seconds of the loads from lower tiers, which replaced the prefill of `loaded`.
     """
 
     admitted: int
@@ -374,13 +373,13 @@ class Explanation(Shown):
     """The result of `explain`: miss reasons of every request of a trace.
 
     Attributes:
-        source: the file, or what was replayed.
+        source: name of the trace or of the replay.
         header: the HEADER line.
-        complete: whether the trace has its END; if not, `cut_reason` says where it stops,
-            and all is told as if it ended there.
-        requests: those heard of, by id, in the order of their REQUEST lines.
-        cost: seconds to prefill tokens, as the trace names them; without a name, or with one
-            that is not known, Llama 3 8B on an H100.
+        complete: whether the trace has its END.
+        cut_reason: where an incomplete trace stops; it is explained as if it ended there.
+        requests: the requests by id, in the order of their REQUEST lines.
+        cost: seconds to prefill tokens, by the cost that the trace names; if it names none, or
+            an unknown one, those of Llama 3 8B on an H100.
     """
 
     source: str
@@ -399,7 +398,7 @@ class Explanation(Shown):
 
     @property
     def categories(self) -> Mapping[str, str]:
-        """The categories of lost hits, each with its meaning."""
+        """The reasons of misses in this trace, each with its meaning."""
         return OF_CLUSTERS if self.header.get("replicas") else CATEGORIES
 
     def plugin(self, kind: str) -> str:
@@ -501,7 +500,7 @@ class Explanation(Shown):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole explanation as a JSON object."""
+        """Return the explanation as a JSON object, without its requests and its summary."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -563,5 +562,5 @@ class Explanation(Shown):
         some = ", ".join(ids[:3])
         if len(ids) > len(ids[:3]):
             some += f", ..., {ids[-1]}"
-        near = "" if wanted.isdigit() else nearest(wanted, ids)  # a number is near to none
+        near = "" if wanted.isdigit() else nearest(wanted, ids)  # No number is near another.
         return f"{near}. Its {len(ids):,} ids: {some}"

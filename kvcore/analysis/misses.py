@@ -1,40 +1,20 @@
-"""Miss classification: why the tokens of every prompt in a trace missed."""
+"""Miss classification of a trace: of one server, or of all replicas of a cluster."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import attrs
-
-from kvcore.analysis.belady import belady
-from kvcore.analysis.miss_reasons import (
-    EVICTED,
-    DivergencePoint,
-    Eviction,
-    Explanation,
-    Id,
-    MissSegment,
-    RequestMisses,
-    TierDrop,
-)
+from kvcore.analysis.miss_classifier import MissClassifier
+from kvcore.analysis.miss_reasons import DivergencePoint, Explanation, Id, RequestMisses
 from kvcore.progress import Tick, unseen
-from kvcore.trace import CacheState, ServerReader, read_events
-from kvcore.trace.events import ViolationError
-from kvcore.trace.layout import TracedPrompt
-from kvcore.trace.state import TracedSpan, path
+from kvcore.trace import ServerReader, read_events
+from kvcore.trace.events import violated
 
 if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
     from kvcore.trace import events
-
-SHARES_NOTHING = "none"
-"""The prefix cache that stores nothing for others."""
 
 
 def explain(
@@ -44,562 +24,185 @@ def explain(
     replica: int | str | None = None,
     tick: Tick = unseen,
 ) -> Explanation:
-    """Return what each request of a trace hit at first admission, and why no more.
+    """Return the hit of each request of a trace at first admission, and why the rest missed.
 
-    A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what it
-    holds could have happened. The lines before a cut are explained.
-    Costs about twice such a replay; memory grows with the distinct keys, some 300 bytes each.
+    A file with a right digest is trusted: `kvcore.trace.check_trace` checks whether its events
+    are possible. Of an incomplete trace the lines before the cut are explained. Costs about
+    twice such a check; memory grows with the distinct keys, about 300 bytes each.
 
     Args:
         file: the trace.
-        source: what to call it; None: by its path.
-        replica: of a cluster the one to explain, by its number, and that of its life if it
-            failed (`1:2`); None: all, and each request by the replica that served it last.
-        tick: called with the bytes of the file that are done.
+        source: the name of the trace in reports; None: its path.
+        replica: the number of a replica of a cluster, with that of its life if it failed
+            (`1:2`); None: all, with each request explained on the replica that served it last.
+        tick: called with the bytes of the file that have been read.
 
     Raises:
         InputError: the file cannot be opened.
-        TraceError: it has no HEADER, a line is damaged or contradicts what came before.
+        TraceError: the file has no HEADER, or a line is damaged or contradicts earlier ones.
     """
     reader = read_events(file) if replica is None else ServerReader(file, replica)
-    inquest = reader.feed(_classifier, tick)
-    inquest.judge()
+    found = reader.feed(_classifier, tick)
+    found.judge()
     return Explanation(
         source=str(reader.file) if source is None else source,
-        header=inquest.header.as_dict(),
+        header=found.header.as_dict(),
         complete=reader.complete,
         cut_reason=reader.cut_reason,
-        requests=inquest.requests,
+        requests=found.requests,
     )
 
 
-class Inquest(Protocol):
-    """Classifies the misses of a trace while the trace is read."""
-
-    requests: dict[Id, RequestMisses]
-
-    @property
-    def header(self) -> events.Header:
-        """The first line of the trace."""
-
-    def take(self, event: Any, /) -> None:
-        """Apply the next event after HEADER."""
-
-    def judge(self) -> None:
-        """Divide evicted segments into capacity and policy misses, after the last line."""
+def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
+    """Return the classifier of a trace: of one server, or of a cluster."""
+    return ClusterMisses(header) if header.replicas else MissClassifier(header)
 
 
-def _classifier(header: events.Header) -> Inquest:
-    """Return what classifies the misses of one server, or of all replicas."""
-    if not header.replicas:
-        return MissClassifier(header)
-    from kvcore.analysis.cluster_misses import ClusterMisses  # noqa: PLC0415 - most have one
-
-    return ClusterMisses(header)
-
-
-class MissClassifier:
-    """Classifies the misses of every first admission while a trace is read.
-
-    Attributes:
-        state: the cache, rebuilt.
-        requests: what became of those heard of, by id.
-        elsewhere: of a replica, how many blocks of a prompt another one had when it was
-            routed, and which, by request; None: there is no other.
-    """
-
-    elsewhere: dict[Id, tuple[int, int]] | None = None
-
-    def __init__(
-        self,
-        header: events.Header,
-        state: CacheState | None = None,
-        places: dict[Any, DivergencePoint] | None = None,
-    ) -> None:
-        """Start with an empty cache; one that is given is kept up to date by others.
-
-        Replicas may share `places`, where prompts part, so that each is counted once.
-        """
-        self.state = CacheState(header) if state is None else state
-        self.requests: dict[Id, RequestMisses] = {}
-        self._pool: int = header.blocks
-        self._size: int = header.block_size
-        self._ratio = max(1, header.key_tokens // self._size)
-        self._by_key = header.count == "keys"
-        prefix = header.plugins.get("prefix")
-        self._shares = prefix is None or prefix.name != SHARES_NOTHING
-        # By block, the eviction that took it last, and the latest admission that has it.
-        self._evictions: LastEventIndex[Eviction] = LastEventIndex(self._ratio)
-        self._senders: LastEventIndex[int] = LastEventIndex(self._ratio)
-        # The DROP by which it left a tier last; those that made room for nothing yet, by tier.
-        self._drops: LastEventIndex[TierDrop] = LastEventIndex(self._ratio)
-        self._short: dict[str, list[events.Discard]] = {}
-        # The first admissions, in order: what each admits, and who wants its blocks next.
-        self._admissions: list[TracedPrompt] = []
-        self._runs: list[list[tuple[int, int]]] = []
-        self._serials: dict[Id, int] = {}
-        # By key, the latest admission that goes on after it.
-        self._leaders: dict[Any, int] = {}
-        # By span, the request that stored it or hit it last.
-        self._users: dict[int, Id] = {}
-        self._places = {} if places is None else places
-        self._salts: Counter[str | None] = Counter()
-        # Requests whose last key covers a part of a block.
-        self._partial: set[Id] = set()
-        self._returned = 0
-        self._take: dict[str, Callable[[Any], None]] = {
-            "REQUEST": self._request,
-            "COMMIT": self._commit,
-            "SPLIT": self._split,
-            "HIT": self._hit,
-            "MISS": self._admission,
-            "KEYS": self._keys,
-            "REJECT": self._reject,
-        }
-        if self.state.tiers is not None:
-            self._take |= {
-                "OFFLOAD": self._offload,
-                "LOAD_START": self._load_start,
-                "LOAD": self._load,
-                "DROP": self._drop,
-            }
-
-    @property
-    def header(self) -> events.Header:
-        """The first line of the trace."""
-        return self.state.header
-
-    def take(self, event: events.Event) -> None:
-        """Apply the next event after HEADER.
-
-        Raises:
-            ViolationError: the event names what is not there.
-        """
-        victim = self.before(event)
-        self.state.apply(event)
-        self.after(event, victim)
-
-    def before(self, event: events.Event) -> tuple[TracedSpan, int] | None:
-        """Return the span that `event` evicts from, and its end before the eviction.
-
-        Called before it is applied to the state. A span that is not there is None: that the
-        line is wrong is told when it is applied.
-        """
-        if getattr(event, "scope", None) != "cache":
-            return None
-        span = self.state.spans.get(event.span)  # type: ignore[attr-defined]
-        return None if span is None else (span, span.end)
-
-    def after(self, event: events.Event, victim: tuple[TracedSpan, int] | None) -> None:
-        """Classify what an event means, which the state has.
-
-        Raises:
-            ViolationError: the event names what is not there.
-        """
-        if victim is not None:
-            self._evict(event, *victim)  # type: ignore[arg-type]
-            return
-        record = self._take.get(event.event)
-        if record is not None:
-            try:
-                record(event)
-            except LookupError as error:
-                msg = f"it does not fit the lines before it ({error!r})"
-                raise ViolationError(msg) from error
-
-    def judge(self) -> None:
-        """Divide evicted segments into capacity and policy misses, after the last line."""
-        admissions = self._admissions
-        lengths = [min(prompt.cacheable, self._pool) for prompt in admissions]
-        needs = [prompt.blocks for prompt in admissions]
-        starts = [0, *accumulate(map(len, self._runs))]
-        wanted = [after for runs in self._runs for after, _ in runs]
-        ends = [end for runs in self._runs for _, end in runs]
-        hits = [0] * len(admissions)
-        belady(lengths, needs, starts, wanted, ends, self._pool, False, hits)  # noqa: FBT003
-        for prompt, cached in zip(admissions, hits, strict=True):
-            reasons = self.requests[prompt.id]
-            reasons.optimum = upto = min(cached, prompt.limit) * self._size
-            if any(loss.category == EVICTED for loss in reasons.losses):
-                reasons.losses = [
-                    part for loss in reasons.losses for part in loss.split_at(upto)
-                ]
-
-    def _request(self, event: events.Request) -> None:
-        prompt = self.state.requests[event.id]
-        self.requests[prompt.id] = RequestMisses(
-            request=prompt.id,
-            tokens=prompt.blocks * self._size if self._by_key else event.prompt,
-            salt=event.salt if isinstance(event.salt, str) else None,
-            tenant=event.tenant if isinstance(event.tenant, str) else None,
-            arrived=event.t,
-        )
-        unit = self._ratio * self._size
-        beyond = len(prompt.keys) * unit - event.prompt if self._by_key else 0
-        if 0 < beyond < unit or prompt.cacheable % self._ratio:
-            self._partial.add(prompt.id)
-
-    def _reject(self, event: events.Reject) -> None:
-        self.requests[event.request].rejected = event.why
-
-    def _keys(self, event: events.Keys) -> None:
-        """Record the keys of generated blocks: later prompts may contain them."""
-        serial = self._serials.get(event.request)
-        if serial is None:
-            return
-        prompt = self.state.requests[event.request]
-        keys, first = prompt.keys, len(prompt.keys) - len(event.keys)
-        sent = self._senders.pieces(keys, first * self._ratio, prompt.cacheable)
-        for low, high, sender in list(sent):
-            if sender is None:
-                self._senders.add(keys, low, high, serial)
-        for key in keys[max(0, first - 1) : -1]:
-            self._leaders.setdefault(key, serial)
-
-    def _evict(self, event: events.Evict, span: TracedSpan, end: int) -> None:
-        eviction = Eviction(
-            event.n + 1,
-            event.t,
-            span.id,
-            end - span.end,
-            event.by,
-            event.requester,
-            self._users[span.id],
-            event.age,
-            event.hits,
-            event.reason != "capacity",
-        )
-        self._evictions.add(span.keys, span.end, end, eviction)
-        if span.id not in self.state.spans:
-            del self._users[span.id]
-
-    def _commit(self, event: events.Commit) -> None:
-        self._users[event.span] = self.state.sequences[event.seq].prompt.id
-
-    def _split(self, event: events.Split) -> None:
-        self._users[event.upper] = self._users[event.span]
-
-    def _hit(self, event: events.Hit) -> None:
-        for span in path(self.state.spans[event.span]):
-            self._users[span.id] = event.request
-        self._admission(event)
-
-    def _admission(self, event: events.Hit | events.Miss) -> None:
-        """Apply a HIT or MISS line; the first one of an admission has its hit."""
-        reasons = self.requests[event.request]
-        if event.again:
-            reasons.again += event.seq != self._returned
-            self._returned = event.seq
-        elif reasons.seq is None:
-            reasons.admitted, reasons.seq = event.t, event.seq
-            blocks = getattr(event, "blocks", 0)
-            reasons.hit = blocks * self._size
-            self._admit(reasons, blocks)
-
-    def _admit(self, reasons: RequestMisses, hit: int) -> None:
-        """Classify the blocks after the first `hit`, and record the prompt's keys."""
-        prompt = self.state.requests[reasons.request]
-        keys = prompt.keys[: -(-prompt.cacheable // self._ratio)]
-        serial, sent = len(self._admissions), 0
-        for _, end, sender in self._senders.pieces(keys, 0, prompt.cacheable):
-            if sender is None:
-                break
-            self._runs[sender].append((serial, end))
-            sent = end
-        reach = min(sent, prompt.limit)
-        losses = list(self._below(reasons, prompt, hit))
-        at = losses[-1].end // self._size if losses else hit
-        if self.elsewhere and prompt.id in self.elsewhere:
-            blocks, other = self.elsewhere.pop(prompt.id)
-            first, at = at, max(at, min(blocks, prompt.limit))
-            if at > first:
-                segment = MissSegment(
-                    category="elsewhere",
-                    first=first * self._size,
-                    tokens=(at - first) * self._size,
-                    replica=other,
-                )
-                losses.append(segment)
-        reasons.losses = [
-            *losses,
-            *self._lost(reasons, prompt, keys, at, reach),
-            *self._rest(reasons, prompt, keys, max(sent, at), max(at, reach)),
-        ]
-        self._admissions.append(prompt)
-        self._runs.append([])
-        self._serials[prompt.id] = serial
-        self._salts[reasons.salt] += 1
-        self._senders.add(keys, 0, prompt.cacheable, serial)
-        whole = len(keys) - (prompt.id in self._partial)
-        self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
-
-    def _below(
-        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
-    ) -> Iterator[MissSegment]:
-        """Yield the missed segments that lower tiers have, as if none were loaded."""
-        tiers, size = self.state.tiers, self._size
-        if tiers is None:
-            return
-        for tier, first, end in tiers.found(prompt, hit):
-            yield MissSegment(
-                category="recomputed",
-                first=first * size,
-                tokens=(end - first) * size,
-                tier=tier.name,
-                load_ns=tier.load_ns(end - first, reasons.admitted or 0),
-            )
-
-    def _load_start(self, event: events.LoadStart) -> None:
-        """Record that blocks of a first admission are loaded; the rest of the tier's is not."""
-        reasons, tiers = self.requests.get(event.request), self.state.tiers
-        if reasons is None or reasons.seq != event.seq or tiers is None:
-            return
-        size = self._size
-        first, end = event.first * size, (event.first + event.blocks) * size
-        losses: list[MissSegment] = []
-        for loss in reasons.losses:
-            losses += loss.between(0, first)
-            for part in loss.between(first, end):
-                took: int | None = event.done - event.t
-                if self.state.header.mode == "untimed":
-                    took = part.load_ns
-                losses.append(
-                    attrs.evolve(part, category="loaded", tier=event.tier, load_ns=took)
-                )
-            for part in loss.between(end, loss.end):
-                if part.tier == event.tier and part.first == end:
-                    # It would have waited for what is loaded.
-                    blocks = part.tokens // size
-                    took = tiers.tier(event.tier).load_ns(blocks, event.t)
-                    part = attrs.evolve(part, load_ns=took)  # noqa: PLW2901
-                losses.append(part)
-        reasons.losses = losses
-
-    def _load(self, event: events.Load) -> None:
-        """Record what a load has brought, and by the wall clock how long it took."""
-        reasons, size = self.requests.get(event.request), self._size
-        if reasons is None or reasons.seq != event.seq:
-            return
-        end, losses = (event.first + event.blocks) * size, []
-        for loss in reasons.losses:
-            if loss.category != "loaded" or loss.tier != event.tier:
-                losses.append(loss)
-                continue
-            if self.state.header.mode == "wall":
-                loss = attrs.evolve(  # noqa: PLW2901
-                    loss, load_ns=event.t - (reasons.admitted or 0)
-                )
-            losses += loss.between(0, end)
-            losses += [
-                attrs.evolve(part, category="unreadable")
-                for part in loss.between(end, loss.end)
-            ]
-        reasons.losses = losses
-
-    def _drop(self, event: events.Discard) -> None:
-        """Record the blocks that left a tier; the OFFLOAD that follows names the request."""
-        if event.reason == "capacity":
-            self._short.setdefault(event.tier, []).append(event)
-        elif event.reason not in ("moved", "parked"):
-            self._left(event, None)
-
-    def _offload(self, event: events.Offload) -> None:
-        for drop in self._short.pop(event.tier, ()):
-            self._left(drop, event.request)
-
-    def _left(self, drop: events.Discard, beneficiary: Id | None) -> None:
-        keys = self.state.requests[drop.request].keys
-        note = TierDrop(drop.n + 1, drop.t, drop.tier, drop.reason, beneficiary)
-        self._drops.add(keys, drop.first, drop.first + drop.blocks, note)
-
-    def _lost(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        hit: int,
-        reach: int,
-    ) -> Iterator[MissSegment]:
-        """Yield the missed segments of blocks that an earlier request contained."""
-        if hit >= reach:
-            return
-        at, size = hit, self._size
-        if self._shares:
-            at, other = self._in_flight(reasons, prompt, hit, reach)
-            if at > hit:
-                tokens = (at - hit) * size
-                yield MissSegment(
-                    category="in_flight", first=hit * size, tokens=tokens, other=other
-                )
-        held = max(at, min(reach, self._pool))
-        for first, end, eviction in self._evictions.pieces(keys, at, held):
-            category, other = "unstored", self._sender(keys, end)
-            if eviction is not None:
-                category = "expired" if eviction.expired else EVICTED
-                other = eviction.user
-            for low, high, drop in self._drops.pieces(keys, first, end):
-                yield MissSegment(
-                    category=category,
-                    first=low * size,
-                    tokens=(high - low) * size,
-                    eviction=eviction,
-                    other=other,
-                    drop=drop,
-                )
-        if held < reach:
-            tokens = (reach - held) * size
-            other = self._sender(keys, reach)
-            yield MissSegment(
-                category="truncated", first=held * size, tokens=tokens, other=other
-            )
-
-    def _rest(
-        self,
-        reasons: RequestMisses,
-        prompt: TracedPrompt,
-        keys: list[Any],
-        sent: int,
-        first: int,
-    ) -> Iterator[MissSegment]:
-        """Yield the missed segment from block `first` on: new or uncacheable tokens.
-
-        Of the prompt's blocks so many were `sent` before.
-        """
-        at = first * self._size
-        tokens = reasons.tokens - at
-        if not tokens:
-            return
-        if sent < prompt.lookup:
-            yield self._compulsory(reasons, keys, sent, at)
-        else:
-            category = "no_keys" if prompt.unkeyed else "granularity"
-            yield MissSegment(category=category, first=at, tokens=tokens)
-
-    def _compulsory(
-        self, reasons: RequestMisses, keys: list[Any], sent: int, first: int
-    ) -> MissSegment:
-        """Classify a compulsory miss that starts after `sent` known blocks."""
-        known = -(-sent // self._ratio)
-        way, other, place, salts = "starts", None, None, 0
-        before = keys[known - 1] if known else None
-        leader = self._leaders.get(before)
-        if not known:
-            salts = self._salts.total() - self._salts[reasons.salt]
-        elif known == len(keys) - 1 and reasons.request in self._partial:
-            way, other = "ends", self._sender(keys, sent)
-        elif leader is None or first < known * self._ratio * self._size:
-            way, other = "extends", self._sender(keys, sent)
-        else:
-            way, other = "diverges", self._admissions[leader].id
-        tokens = reasons.tokens - first
-        if way in ("starts", "diverges"):
-            width = self._ratio * self._size
-            new = DivergencePoint(known * width, width, reasons.request, other)
-            place = self._places.setdefault(before, new)
-            place.count(reasons.tokens, tokens)
-        return MissSegment(
-            category="compulsory",
-            first=first,
-            tokens=tokens,
-            other=other,
-            way=way,
-            place=place,
-            other_salts=salts,
-        )
-
-    def _in_flight(
-        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int, reach: int
-    ) -> tuple[int, Id | None]:
-        """Return up to which block open sequences compute what follows, and whose they are."""
-        furthest, whose = hit, None
-        keys, low = prompt.keys, hit // self._ratio
-        for seq in self.state.sequences.values():
-            other = seq.prompt
-            stop = min(reach, other.cacheable)
-            if (
-                seq.id == reasons.seq
-                or seq.has_forgotten
-                or stop <= furthest
-                or other.keys[low] != keys[low]
-            ):
-                continue
-            high = -(-stop // self._ratio)
-            parting = bisect_left(
-                range(low, high), 1, key=lambda at: other.keys[at] != keys[at]
-            )
-            end = min(stop, (low + parting) * self._ratio)
-            if end > furthest:
-                furthest, whose = end, other.id
-        return furthest, whose
-
-    def _sender(self, keys: list[Any], end: int) -> Id | None:
-        """Return the latest admitted request that contains the block before `end`.
-
-        None: only an earlier run had it, and left it in a tier.
-        """
-        ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
-        return None if serial is None else self._admissions[serial].id
-
-
-Note = TypeVar("Note")
-
-Piece: TypeAlias = tuple[int, int, Note | None]
-"""Blocks from a first up to a last, and what was noted of them; None: nothing."""
-
-
-class LastEventIndex(Generic[Note]):
-    """Maps each block to its latest event, such as the eviction that removed it.
-
-    A key stands for `ratio` blocks. Mostly they have one note; else the key has pieces, by
-    position within the key. A note is no tuple, and not None.
-    """
-
-    __slots__ = ("_of", "_ratio")
+class Holders:
+    """The replicas that hold each key, and the number of its `ratio` blocks that each holds."""
 
     def __init__(self, ratio: int) -> None:
         self._ratio = ratio
-        self._of: dict[Any, Note | tuple[Piece[Note], ...]] = {}
+        self._of: dict[Any, dict[int, int]] = {}
 
-    def add(self, keys: Sequence[Any], first: int, end: int, note: Note) -> None:
-        """Set the event of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
-        ratio = self._ratio
-        low, high = -(-first // ratio), end // ratio
-        self._of.update(dict.fromkeys(keys[low:high], note))
-        if first % ratio:
-            self._add_part(keys[low - 1], low - 1, first, end, note)
-        if end % ratio and high >= low:
-            self._add_part(keys[high], high, first, end, note)
+    def store(self, replica: int, keys: Sequence[Any], first: int, end: int) -> None:
+        """Store the blocks `[first, end)` of a prompt. O(keys)."""
+        self._set(replica, keys, first // self._ratio, end)
 
-    def pieces(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield runs of the blocks from `first` up to `end` that share one event."""
-        for note, run in groupby(self._runs(keys, first, end), key=itemgetter(2)):
-            parts = list(run)
-            yield parts[0][0], parts[-1][1], note
+    def remove(self, replica: int, keys: Sequence[Any], first: int, end: int) -> None:
+        """Remove the last stored blocks of a prompt, `[first, end)`. O(keys)."""
+        whole = first // self._ratio
+        for key in keys[whole : -(-end // self._ratio)]:
+            holders = self._of.get(key, {})
+            holders.pop(replica, None)
+            if not holders:
+                self._of.pop(key, None)
+        self._set(replica, keys, whole, first)
 
-    def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
-        """Set the last event of some blocks of a key; keep that of its other blocks."""
-        base, ratio = index * self._ratio, self._ratio
-        start, stop = max(first - base, 0), min(end - base, ratio)
-        before = self._of.get(key)
-        if not isinstance(before, tuple):
-            before = ((0, ratio, before),)
-        earlier = ((a, min(b, start), of) for a, b, of in before if a < start)
-        later = ((max(a, stop), b, of) for a, b, of in before if b > stop)
-        self._of[key] = (*earlier, (start, stop, note), *later)
+    def lose(self, replica: int) -> None:
+        """Remove all blocks of a replica. O(all keys)."""
+        for holders in self._of.values():
+            holders.pop(replica, None)
+        self._of = {key: holders for key, holders in self._of.items() if holders}
 
-    def _runs(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
-        """Yield runs of keys that share one event, and the pieces of keys that do not."""
-        ratio = self._ratio
-        low, high = first // ratio, -(-end // ratio)
-        at = low * ratio
-        for of, run in groupby(map(self._of.get, keys[low:high])):
-            many = ratio * sum(1 for _ in run)
-            if isinstance(of, tuple):
-                bases = range(at, at + many, ratio)
-                pieces = [(base + a, base + b, note) for base in bases for a, b, note in of]
-            else:
-                pieces = [(at, at + many, of)]
-            for a, b, note in pieces:
-                if max(a, first) < min(b, end):
-                    yield max(a, first), min(b, end), note
-            at += many
+    def find(self, keys: Sequence[Any], replica: int) -> tuple[int, int | None]:
+        """Return the most blocks of a prompt on any replica but `replica`, and its number.
+
+        The lowest number of several; None if no other replica holds a block. A replica that
+        holds a block holds the blocks before it, so bisection finds the last. O(log keys).
+        """
+        of = self._of
+
+        def is_absent(key: Any) -> bool:
+            holders = of.get(key, ())
+            return len(holders) <= (replica in holders)
+
+        missing = bisect_left(keys, 1, key=is_absent)
+        if not missing:
+            return 0, None
+        last = of[keys[missing - 1]].items()
+        blocks, other = max((count, -each) for each, count in last if each != replica)
+        return (missing - 1) * self._ratio + blocks, -other
+
+    def _set(self, replica: int, keys: Sequence[Any], low: int, end: int) -> None:
+        for place in range(low, -(-end // self._ratio)):
+            held = min(end - place * self._ratio, self._ratio)
+            self._of.setdefault(keys[place], {})[replica] = held
+
+
+class ClusterMisses:
+    """Classifies the misses of every request on the replica that served it last.
+
+    Attributes:
+        header: the first line of the trace.
+        requests: the misses of each request so far, by id.
+    """
+
+    def __init__(self, header: events.Header) -> None:
+        """Start with the empty caches of a cluster.
+
+        Raises:
+            ViolationError: HEADER describes no possible cluster.
+        """
+        from kvcore.trace.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
+
+        self.header = header
+        self.requests: dict[Id, RequestMisses] = {}
+        self._placed = Replicas(header)
+        self._places: dict[Any, DivergencePoint] = {}
+        self._elsewhere: dict[Id, tuple[int, int]] = {}
+        self._lives = [self._life(own) for own in self._placed.headers]
+        self._holders = Holders(max(1, header.key_tokens // header.block_size))
+
+    def take(self, event: Any) -> None:
+        """Apply the next event after HEADER.
+
+        Raises:
+            ViolationError: the event names a request, span or sequence that does not exist.
+        """
+        placed = self._placed.place(event)
+        if placed is None:
+            self._of_no_replica(event)
+            return
+        number, line = placed
+        if event.event == "FAIL":
+            self._lives[number].judge()
+            self._holders.lose(number)
+            self._lives[number] = self._life(self._placed.headers[number])
+        elif event.event not in ("RETURN", "LEAVE"):
+            self._of_replica(event, number, line)
+
+    def judge(self) -> None:
+        """Divide evicted segments into capacity and policy misses, after the last line."""
+        for life in self._lives:
+            life.judge()
+
+    def _life(self, header: events.Header) -> MissClassifier:
+        life = MissClassifier(header, places=self._places)
+        life.elsewhere = self._elsewhere
+        return life
+
+    def _of_no_replica(self, event: Any) -> None:
+        """Apply a line of the cluster as a whole."""
+        if event.event == "REQUEST":
+            self.requests[event.id] = RequestMisses(
+                request=event.id,
+                tokens=event.prompt,
+                salt=event.salt or None,
+                tenant=event.tenant or None,
+                arrived=event.t,
+            )
+        elif event.event == "REJECT":
+            if event.request not in self.requests:
+                violated(f"request {event.request!r} does not exist")
+            self.requests[event.request].rejected = event.why
+
+    def _of_replica(self, event: Any, number: int, line: Any) -> None:
+        """Apply a line of one replica, which reads it as `line`."""
+        life = self._lives[number]
+        victim = life.before(line)
+        life.state.apply(line)
+        life.after(line, victim)
+        if event.event == "ROUTE":
+            # The K/V of a prompt is sent to the replica that decodes: where the request was
+            # prefilled is where its prompt hit or missed.
+            if event.leg != "decode":
+                self._route(line, number, life)
+        elif event.event == "COMMIT" and event.how in ("new", "grown"):
+            prompt, first = life.state.sequences[line.seq].prompt, line.first
+            keys = prompt.generated if line.generated is True else prompt.keys
+            self._holders.store(number, keys, first, first + line.blocks)
+        elif victim is not None:
+            span, end = victim
+            self._holders.remove(number, span.keys, span.end, end)
+
+    def _route(self, request: events.Request, number: int, life: MissClassifier) -> None:
+        """Record the longest prefix of a routed prompt that another replica holds."""
+        reasons = life.requests[request.id]
+        reasons.arrived, reasons.replica = self.requests[request.id].arrived, number
+        self.requests[request.id] = reasons
+        keys = life.state.requests[request.id].keys
+        self._elsewhere.pop(request.id, None)
+        blocks, other = self._holders.find(keys, number)
+        if other is not None:
+            self._elsewhere[request.id] = blocks, other

@@ -5,28 +5,28 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.comparison import (
-    Bench,
     Candidate,
     Policy,
+    ReplaySetup,
     Source,
     candidates_of,
     pool_sizes,
     refuse_bound,
 )
 from kvcore.analysis.serial_replay import replay
-from kvcore.analysis.workers import Call, call_all
+from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
-from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 POINTS = 16
-"""How many sizes there are where none are given."""
+"""Number of sizes if none are given."""
 
 SMALLEST = 1000
-"""The smallest of them is the footprint divided by this."""
+"""The footprint divided by the smallest of these sizes."""
 
 LRU = "lru"
-"""The policy whose curve is known at every size, in `keys` counting."""
+"""The policy with an exact curve at every size, in `keys` accounting."""
 
 
 @attrs.frozen
@@ -56,7 +56,7 @@ class Steps:
     """Hits at every pool size: a piecewise linear function, constant after its last corner.
 
     Attributes:
-        blocks, hits: of the corners, both ascending, from 0 on.
+        blocks, hits: coordinates of the corners, both ascending from 0.
     """
 
     blocks: array[int]
@@ -76,10 +76,10 @@ class Curve:
     """Hits of one policy by pool size.
 
     Attributes:
-        eviction, options: the policy.
+        eviction, options: name and options of the policy.
         blocks: the pool sizes, ascending.
         hit_blocks: blocks hit in a pool of each size.
-        steps: hits at every size, where they are known; None: at `blocks` alone.
+        steps: the hits at every size; None: they are known at `blocks` alone.
     """
 
     eviction: str
@@ -94,12 +94,13 @@ class Curves(Shown):
     """The result of `curve`.
 
     Attributes:
-        workload: whose curves these are.
-        accounting, block_size: how blocks were counted, and a block's tokens.
-        lookup_blocks: blocks looked up.
-        distinct_blocks: the footprint: what a cache holds in the end that never evicts.
-        hit_blocks: what that cache hits: the bound for all sizes.
-        curves: one a policy, as they were asked for.
+        workload: the workload that was replayed.
+        accounting, block_size: the accounting, and the tokens of a block.
+        lookup_blocks: number of blocks looked up.
+        distinct_blocks: the footprint: the blocks that a cache which never evicts holds in the
+            end.
+        hit_blocks: the blocks that this cache hits: the bound for all sizes.
+        curves: one per policy, in the order of the arguments.
     """
 
     workload: Source
@@ -111,11 +112,11 @@ class Curves(Shown):
     curves: list[Curve]
 
     def ratio(self, hit_blocks: int) -> float | None:
-        """Return hits as a share of the blocks looked up; None where there were none."""
+        """Return hits as a share of the blocks looked up; None if no block was looked up."""
         return hit_blocks / self.lookup_blocks if self.lookup_blocks else None
 
     def to_frame(self) -> Any:
-        """Return a polars DataFrame of the points: one row a policy and size.
+        """Return a polars DataFrame of the points: one row per policy and size.
 
         Raises:
             PluginError: polars is not installed.
@@ -150,52 +151,51 @@ def curve(
 ) -> Curves:
     """Return the hits of each policy by pool size: serial, untimed, shared by prefix.
 
-    In `keys` counting the curve of `lru` comes from one pass over the workload and is exact
-    at every size, and so is the optimum at each size asked for; both need the extra `lab`.
-    All else is replayed once a size: in `tokens` counting LRU as well, where a prompt's
-    partial last block takes room that it gives back, so that a smaller pool need not hold
-    what is most recent of a larger one.
+    In `keys` accounting one pass over the workload gives the exact curve of `lru` at every
+    size, and the optimum at each of `blocks`; both need the extra `lab`. Other policies are
+    replayed once for each size. So is LRU in `tokens` accounting: there the partial last block
+    of a prompt takes room only while the request runs, so that a smaller pool need not hold
+    the most recent blocks of a larger one.
 
     Args:
-        workload: where the requests come from, as for `compare`.
+        workload: the source of the requests, as for `compare`.
         policies: one or several, as for `compare`.
-        blocks: pool sizes; None: `points` of them.
-        points: how many sizes, at even ratios from a thousandth of the footprint to all.
-        block_size: tokens a block holds; None: as many as a key of the workload.
-        accounting: `keys` or `tokens`, the two accountings.
-        recompute: what it costs to compute a block again, as for `compare`.
-        seed: of the named policies that have an option `seed` and do not set it.
+        blocks: pool sizes; None: `points` sizes are chosen.
+        points: number of sizes, at even ratios from a thousandth of the footprint to all of it.
+        block_size: tokens of a block; None: the tokens of a key of the workload.
+        accounting: `keys` or `tokens`.
+        recompute: the seconds to compute a block again, as for `compare`.
+        seed: the seed of named policies that have an option `seed` and do not set it.
         jobs: processes that replay; the result does not depend on it.
-        plugins: where names are looked up; None: what is installed.
-        progress: is told what is done and how much of it; None: nobody is.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows what is running, and how much of it is done; None: no progress.
 
     Raises:
-        InputError: as for `compare`, fewer than 2 points or than 1 job, or what several jobs
-            cannot share.
-        PluginError: a plugin that cannot work here, or numba is not installed.
+        InputError: as for `compare`; or fewer than 2 points.
+        PluginError: a plugin cannot be used here, or numba is not installed.
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    bench = Bench.of(opened(workload, plugins), accounting, block_size, recompute)
-    if jobs < 1:
-        msg = f"{jobs} jobs were asked for; give 1 or more"
-        raise InputError(msg)
+    setup = ReplaySetup.of(opened(workload, plugins), accounting, block_size, recompute)
+    check_jobs(jobs)
+    if blocks is None:
+        check_points(points)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else sorted(pool_sizes(blocks, "to make a curve of"))
-    return _CurveMaker(bench, plugins, progress or silent, jobs).curves(
+    return _CurveMaker(setup, plugins, progress or silent, jobs).curves(
         candidates, sizes, points
     )
 
 
-def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
-    """Return pool sizes at even ratios, from a thousandth of `distinct_blocks` to all.
-
-    Raises:
-        InputError: fewer than 2.
-    """
+def check_points(points: int) -> None:
+    """Raise InputError for fewer than 2 points."""
     if points < 2:  # noqa: PLR2004
         msg = f"a curve through {points} sizes was asked for; give 2 or more"
         raise InputError(msg)
+
+
+def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
+    """Return pool sizes at even ratios, from a thousandth of `distinct_blocks` to all."""
     steps = (SMALLEST ** (step / (points - 1)) for step in range(points))
     sizes = (max(1, round(distinct_blocks * step / SMALLEST)) for step in steps)
     return list(dict.fromkeys(sizes))
@@ -205,7 +205,7 @@ def spread_sizes(distinct_blocks: int, points: int) -> list[int]:
 class _CurveMaker:
     """Computes the curves of one workload."""
 
-    bench: Bench
+    setup: ReplaySetup
     plugins: Plugins
     progress: Progress
     jobs: int
@@ -215,11 +215,9 @@ class _CurveMaker:
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
     ) -> Curves:
         """Return one curve for each of `candidates`."""
-        geometry = self.bench.geometry
+        geometry = self.setup.geometry
         refuse_bound(candidates, geometry.accounting)
-        if sizes is None:
-            spread_sizes(1, points)
-        source = Source.of(self.bench.workload)
+        source = Source.of(self.setup.workload)
         reuse = None
         if any(self._in_one_pass(policy) for policy in candidates):
             reuse = self._reuse()
@@ -227,20 +225,19 @@ class _CurveMaker:
             distinct = reuse.distinct_blocks
         else:
             with self._reading() as requests:
-                stats, distinct = self.bench.unbounded(requests)
+                stats, distinct = self.setup.unbounded(requests)
             lookups, hits = stats.lookup_blocks, stats.hit_blocks
         sizes = sizes or spread_sizes(distinct, points)
-        made: dict[int, tuple[list[int], Steps | None]] = {
-            place: self._exact(policy, sizes, reuse)
-            for place, policy in enumerate(candidates)
+        exact = [
+            self._exact(policy, sizes, reuse)
             if reuse is not None and self._in_one_pass(policy)
-        }
-        others = {
-            place: policy.make
-            for place, policy in enumerate(candidates)
-            if place not in made and not isinstance(policy.make, Belady)
-        }
-        made |= self._replayed(others, sizes)
+            else None
+            for policy in candidates
+        ]
+        others = [
+            policy for policy, known in zip(candidates, exact, strict=True) if known is None
+        ]
+        replayed = iter(self._replayed(others, sizes))
         return Curves(
             workload=attrs.evolve(source, requests=self.requests),
             accounting=geometry.accounting,
@@ -248,21 +245,12 @@ class _CurveMaker:
             lookup_blocks=lookups,
             distinct_blocks=distinct,
             hit_blocks=hits,
-            curves=[
-                Curve(
-                    eviction=policy.name,
-                    options=policy.options,
-                    blocks=sizes,
-                    hit_blocks=made[place][0],
-                    steps=made[place][1],
-                )
-                for place, policy in enumerate(candidates)
-            ],
+            curves=[known or next(replayed) for known in exact],
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
         """Return True if one pass over the workload gives the whole curve of `policy`."""
-        if self.bench.geometry.accounting != "keys":
+        if self.setup.geometry.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
             return policy.kind is Belady
@@ -275,41 +263,51 @@ class _CurveMaker:
         with self.progress(what, None):
             reuse = compiled_reuse()
         with self._reading() as requests:
-            return reuse.read(requests, self.bench.geometry)
+            return reuse.read(requests, self.setup.geometry)
 
-    def _exact(
-        self, policy: Candidate, sizes: list[int], reuse: Reuse
-    ) -> tuple[list[int], Steps | None]:
-        """Return the hits of LRU, with those at every size, or of Belady's bound."""
+    def _exact(self, policy: Candidate, sizes: list[int], reuse: Reuse) -> Curve:
+        """Return the curve of LRU, known at every size, or of Belady's bound."""
         if not isinstance(policy.make, Belady):
             steps = Steps(*reuse.lru())
-            return [steps.at(size) for size in sizes], steps
+            hits = [steps.at(size) for size in sizes]
+            return _curve_of(policy, sizes, hits, steps)
         hits = []
         with self.progress("the optimum by size", len(sizes)) as tick:
             for size in sizes:
                 hits.append(reuse.optimum(size, bypass=policy.make.bypass))
                 tick(1)
-        return hits, None
+        return _curve_of(policy, sizes, hits)
 
-    def _replayed(
-        self, policies: dict[int, Callable[[], EvictionPolicy]], sizes: list[int]
-    ) -> dict[int, tuple[list[int], None]]:
-        """Return the hits of `policies` by their places: one replay a size."""
-        tasks = [(place, size) for place in policies for size in sizes]
-        if not tasks:
-            return {}
-        made = [(policies[place](), size) for place, size in tasks]
-        hits = dict.fromkeys(tasks, 0)
-        with self.progress(f"replaying {self.bench.workload.name} by size", len(tasks)) as tick:
-            for number, stats in run_all(self.bench, made, self.jobs):
-                hits[tasks[number]] = stats.hit_blocks
+    def _replayed(self, policies: list[Candidate], sizes: list[int]) -> list[Curve]:
+        """Return the curves of `policies` by one replay per size."""
+        pairs = list(product(policies, sizes))
+        if not pairs:
+            return []
+        calls = [self._replay(policy.build(), size) for policy, size in pairs]
+        hits = [0] * len(pairs)
+        with self.progress(f"replaying {self.setup.workload.name} by size", len(pairs)) as tick:
+            for place, found in call_all(calls, self.jobs):
+                hits[place] = found
                 tick(1)
-        return {place: ([hits[place, size] for size in sizes], None) for place in policies}
+        starts = range(0, len(pairs), len(sizes))
+        return [
+            _curve_of(policy, sizes, hits[start : start + len(sizes)])
+            for policy, start in zip(policies, starts, strict=True)
+        ]
+
+    def _replay(self, policy: EvictionPolicy, blocks: int) -> Call[int]:
+        """Return the call of a replay under `policy`; its result is the number of hits."""
+        name = self.setup.workload.name
+        return Call(
+            partial(_replayed_hits, self.setup, policy, blocks),
+            f"workload {name!r} with policy {policy.name!r}",
+            f"the replay of {name} with {blocks} blocks",
+        )
 
     @contextmanager
     def _reading(self) -> Iterator[Iterable[Request]]:
         """Open the workload's requests, counted and reported as they are read."""
-        workload = self.bench.workload
+        workload = self.setup.workload
         with self.progress(f"reading {workload.name}", workload.size) as tick:
 
             def count(done: int) -> None:
@@ -336,36 +334,18 @@ def compiled_reuse() -> type[Reuse]:
     return Reuse
 
 
-Entry: TypeAlias = tuple[EvictionPolicy, int]
-"""A policy that has served no cache yet, and the blocks of its pool."""
+def _curve_of(
+    policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
+) -> Curve:
+    return Curve(
+        eviction=policy.name,
+        options=policy.options,
+        blocks=sizes,
+        hit_blocks=hits,
+        steps=steps,
+    )
 
 
-def run_all(
-    bench: Bench, entries: Sequence[Entry], jobs: int
-) -> Iterator[tuple[int, CacheStats]]:
-    """Yield (place in `entries`, statistics) of each replay, as they are done.
-
-    With several `jobs` they run in so many processes, none of which outlives the generator.
-    What they come to is the same.
-
-    Raises:
-        InputError: as for `replay`, or a workload or policy that cannot be sent to another
-            process.
-        PolicyError: a policy failed.
-        PluginError: the processes of a replay died.
-    """
-    name = bench.workload.name
-    calls = [
-        Call(
-            partial(_replay, bench, policy, blocks),
-            f"workload {name!r} with policy {policy.name!r}",
-            f"the replay of {name} with {blocks} blocks",
-        )
-        for policy, blocks in entries
-    ]
-    return call_all(calls, jobs)
-
-
-def _replay(bench: Bench, policy: EvictionPolicy, blocks: int) -> CacheStats:
-    """Return the statistics of a replay."""
-    return replay(bench.workload, bench.cache(policy, blocks))
+def _replayed_hits(setup: ReplaySetup, policy: EvictionPolicy, blocks: int) -> int:
+    """Replay a workload under one policy; return the number of blocks that hit."""
+    return replay(setup.workload, setup.cache(policy, blocks)).hit_blocks

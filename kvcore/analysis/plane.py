@@ -1,15 +1,16 @@
 """Hits and saved prefill by the size of the pool and of one tier below it: a plane.
 
-A pool of G blocks under LRU above an exclusive tier of T blocks, which takes what the pool
-evicts, holds the G + T blocks that were used last: together they are one LRU cache of G + T
-blocks, whose hits at every size are known from one pass (`kvcore.analysis._reuse`). What hits
-beyond the pool's own hits is in the tier.
+Take a pool of G blocks under LRU, above an exclusive tier of T blocks into which the blocks go
+that the pool evicts. Together they hold the G + T blocks that were used last: they are one LRU
+cache of G + T blocks. Its hits at every size follow from one pass over the workload
+(`kvcore.analysis._reuse`). Its hits beyond those of the pool alone are hits in the tier.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -17,17 +18,17 @@ import attrs
 
 from kvcore.analysis.belady import Belady
 from kvcore.analysis.comparison import (
-    Bench,
     Policy,
+    ReplaySetup,
     Source,
     candidates_of,
     pool_sizes,
 )
-from kvcore.analysis.mrc import LRU, compiled_reuse, spread_sizes
+from kvcore.analysis.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore.analysis.serial_replay import served
-from kvcore.analysis.workers import WorkerDied, work_all
+from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
-from kvcore.errors import InputError, PluginError
+from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
@@ -42,22 +43,23 @@ if TYPE_CHECKING:
     from kvcore.analysis._reuse import Reuse
 
 POINTS = 7
-"""How many sizes there are of the pool and of the tier, where no number is given."""
+"""Number of sizes of the pool, and of the tier, if no number is given."""
 
 Hits: TypeAlias = "tuple[Array, Array]"
-"""Of each request, its first blocks that hit in the pool, and in the pool or the tier."""
+"""For each request, the blocks that hit in the pool, and those that hit in pool or tier."""
 
 
 @attrs.frozen(kw_only=True)
 class PlanePoint:
-    """A pool and a tier of one size each.
+    """The hits of a pool of one size above a tier of one size.
 
     Attributes:
         pool_blocks, tier_blocks: the sizes.
         hit_blocks: blocks that hit in the pool.
-        found_blocks: blocks that were in the tier beyond that; `loaded_blocks`, those of
-            them that were loaded: with `load=cost`, where that is faster than to compute.
-        saved_s: seconds of prefill that need not be computed, less the seconds to load.
+        found_blocks: blocks that missed in the pool and were in the tier.
+        loaded_blocks: those of `found_blocks` that were loaded: with `load=cost`, if loading
+            them is faster than prefill.
+        saved_s: seconds of prefill that are saved, less the seconds to load.
     """
 
     pool_blocks: int
@@ -73,17 +75,17 @@ class Plane:
     """The result of `plane`.
 
     Attributes:
-        workload: whose plane it is.
-        tier: the tier.
-        eviction: the eviction policy of the pool.
-        exact: whether the hierarchy was replayed at each point; else it is taken for one
+        workload: the workload that was replayed.
+        tier: the tier below the pool.
+        eviction: name of the eviction policy of the pool.
+        exact: True if the hierarchy was replayed at each point; False if it was modelled as one
             LRU cache.
-        block_size: a block's tokens.
-        lookup_blocks, distinct_blocks, hit_blocks: blocks looked up, the footprint, and what
-            a cache hits that never evicts.
-        prefill_s: seconds to prefill all that is looked up, if nothing hits.
+        block_size: tokens of a block.
+        lookup_blocks, distinct_blocks: blocks looked up, and the footprint.
+        hit_blocks: blocks that a cache which never evicts hits.
+        prefill_s: seconds of prefill if nothing hits.
         pools, tiers: the sizes in blocks, ascending.
-        points: one for each of `tiers`, and in it one for each of `pools`.
+        points: `points[i][j]` has a tier of `tiers[i]` blocks and a pool of `pools[j]`.
     """
 
     workload: Source
@@ -123,58 +125,63 @@ def plane(
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> Plane:
-    """Return what hits in a pool and a tier, and what that saves, by the sizes of both.
+    """Return the hits in a pool and a tier, and the prefill that they save, by both sizes.
 
-    Serial, untimed, in `keys` accounting. In one pass over the workload the hierarchy is taken
-    for one LRU cache of both sizes: see docs/reference/curve.md for what that is true of. With
-    `exact` it is replayed at each point, with the tier's own rules and eviction policy.
+    Serial, untimed, in `keys` accounting. One pass over the workload models the hierarchy as
+    one LRU cache of both sizes; docs/reference/curve.md says for which rules that is exact.
+    With `exact` the hierarchy is replayed at each point, with the tier's own rules and eviction
+    policy.
 
     Args:
-        workload: where the requests come from, as for `curve`.
-        tier: the tier; its memory is the largest that is shown.
-        layout: what a block takes.
-        pools: sizes of the pool in blocks; None: `points`, as for `curve`.
-        points: how many sizes of the tier there are, besides none.
+        workload: the source of the requests, as for `curve`.
+        tier: the tier; its memory is the largest size of the plane.
+        layout: the bytes of a block.
+        pools: sizes of the pool in blocks; None: `points` sizes, as for `curve`.
+        points: number of sizes of the tier, besides none.
         eviction: the eviction policy of the pool.
         exact: whether to replay the hierarchy.
-        recompute: what it costs to compute a block again, as for `compare`.
-        seed: of a named policy that has an option `seed` and does not set it.
+        recompute: the seconds to compute a block again, as for `compare`.
+        seed: the seed of a named policy that has an option `seed` and does not set it.
         jobs: processes that replay; the result does not depend on it.
-        plugins: where names are looked up; None: what is installed.
-        progress: is told what is done; None: nobody is.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows what is running, and how much of it is done; None: no progress.
 
     Raises:
-        InputError: as for `curve`; several policies; or, without `exact`, rules that one LRU
-            cache cannot stand for.
-        PluginError: numba is not installed, or a plugin cannot work here.
+        InputError: as for `curve`; several policies; or, without `exact`, rules that are not
+            those of one LRU cache.
+        PluginError: numba is not installed, or a plugin cannot be used here.
         PolicyError: a policy failed.
     """
+    check_jobs(jobs)
+    check_points(points)
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
-    bench = Bench.of(opened(workload, plugins), "keys", layout.block_size, recompute)
+    setup = ReplaySetup.of(opened(workload, plugins), "keys", layout.block_size, recompute)
     policy, *more = candidates_of(eviction, plugins, seed)
     if more or isinstance(policy.make, Belady):
         msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"
         raise InputError(msg)
+    below = tier.options()["eviction"]
     wrong = [
         f"eviction={policy.name}" if policy.name != LRU else "",
-        f"the tier's eviction={tier.eviction}" if tier.options()["eviction"] != LRU else "",
+        f"the tier's eviction={below}" if below != LRU else "",
         f"write={tier.write}" if tier.write != "evict" else "",
     ]
     if not exact and any(wrong):
         rules = " and ".join(filter(None, wrong))
         msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
         raise InputError(msg)
-    maker = _PlaneMaker(bench, tier, layout, policy.make, policy.name, jobs, progress or silent)
-    return maker.plane(None if pools is None else pool_sizes(pools, "to show"), points, exact)
+    maker = _PlaneMaker(setup, tier, layout, policy.make, policy.name, jobs, progress or silent)
+    sizes = None if pools is None else pool_sizes(pools, "to show")
+    return maker.plane(sizes, points, exact=exact)
 
 
 @attrs.define
 class _PlaneMaker:
     """Computes the points of one plane."""
 
-    bench: Bench
+    setup: ReplaySetup
     tier: Tier
     layout: KVLayout
     make: Callable[[], EvictionPolicy]
@@ -182,21 +189,20 @@ class _PlaneMaker:
     jobs: int
     progress: Progress
 
-    def plane(self, pools: list[int] | None, points: int, exact: bool) -> Plane:  # noqa: FBT001
+    def plane(self, pools: list[int] | None, points: int, *, exact: bool) -> Plane:
         """Return the plane."""
         import numpy as np  # noqa: PLC0415 - an extra
 
-        workload, source = self.bench.workload, Source.of(self.bench.workload)
+        workload, source = self.setup.workload, Source.of(self.setup.workload)
         reuse_class = compiled_reuse()
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-            reuse = reuse_class.read(ticked(check_keys(workload), tick), self.bench.geometry)
-        spread_sizes(1, points)
+            reuse = reuse_class.read(ticked(check_keys(workload), tick), self.setup.geometry)
         pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
         most = self.tier.slots(self.layout.bytes_per_block)
         tiers = [0, *spread_sizes(most, points)]
-        size = self.bench.geometry.block_size
+        size = self.setup.geometry.block_size
         longest = int(reuse.lengths.max(initial=0))
-        seconds = np.array([self.bench.recompute(0, n * size) for n in range(longest + 1)])
+        seconds = np.array([self.setup.recompute(0, n * size) for n in range(longest + 1)])
         grid = list(product(tiers, pools))
         hits = self._replayed(grid) if exact else self._one_pass(reuse, grid)
         made = {point: self._point(*point, *each, seconds) for point, each in hits}
@@ -218,7 +224,11 @@ class _PlaneMaker:
     def _point(
         self, below: int, above: int, in_pool: Array, in_all: Array, seconds: Any
     ) -> PlanePoint:
-        """Return a point, of which is known what each request finds."""
+        """Return the point of a tier of `below` blocks and a pool of `above`.
+
+        Each request hits `in_pool` blocks in the pool, and `in_all` in both together;
+        `seconds[n]` is the time to prefill n blocks.
+        """
         tier = self.tier
         found = in_all - in_pool
         block_s = self.layout.bytes_per_block / int(tier.read_bandwidth)
@@ -237,64 +247,53 @@ class _PlaneMaker:
     def _one_pass(
         self, reuse: Reuse, grid: list[tuple[int, int]]
     ) -> Iterator[tuple[tuple[int, int], Hits]]:
-        """Yield each point with its hits, the two levels taken for one LRU cache."""
+        """Yield each point with its hits: those of one LRU cache of both sizes."""
         for below, above in grid:
             yield (below, above), (reuse.lru_hits(above), reuse.lru_hits(above + below))
 
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
-        """Yield each point with its hits, of a replay."""
-        try:
-            parcel = pickle.dumps((self.bench, self.make(), self.tier, self.layout))
-        except Exception as error:
-            msg = f"the workload or a policy cannot be sent to another process: {error}"
-            raise InputError(msg) from error
-        tasks = [(parcel, *point) for point in grid]
-        with self.progress("replaying by size", len(tasks)) as tick:
-            if self.jobs == 1:
-                outcomes: Iterable[Any] = ((task, _attempt(task)) for task in tasks)
-            else:
-                outcomes = work_all(_replaying, tasks, self.jobs)
-            for (_, *point), outcome in outcomes:
-                if isinstance(outcome, WorkerDied):
-                    msg = f"the replay with sizes {point} failed: {outcome}"
-                    raise PluginError(msg)
-                if isinstance(outcome, Exception):
-                    raise outcome
+        """Yield each point with its hits: those of a replay."""
+        name = self.setup.workload.name
+        parts = f"workload {name!r} with policy {self.eviction!r}"
+        calls = [
+            Call(
+                partial(_hits, self.setup, self.make(), self.tier, self.layout, *point),
+                parts,
+                f"the replay of {name} with sizes {list(point)}",
+            )
+            for point in grid
+        ]
+        with self.progress("replaying by size", len(grid)) as tick:
+            for place, hits in call_all(calls, self.jobs):
                 tick(1)
-                yield tuple(point), outcome
+                yield grid[place], hits
 
 
-Task: TypeAlias = tuple[bytes, int, int]
-"""What another process needs, the blocks of the tier, those of the pool."""
-
-
-def _replaying() -> Callable[[Task], Any]:
-    """Return the function that a worker process calls."""
-    return _attempt
-
-
-def _attempt(task: Task) -> Any:
-    """Replay the hierarchy; return its hits. An exception is its outcome."""
+def _hits(
+    setup: ReplaySetup,
+    policy: EvictionPolicy,
+    tier: Tier,
+    layout: KVLayout,
+    below: int,
+    above: int,
+) -> Hits:
+    """Replay a tier of `below` blocks under a pool of `above`; return the hits."""
     import numpy as np  # noqa: PLC0415 - an extra
 
-    parcel, below, above = task
-    try:
-        bench, policy, tier, layout = pickle.loads(parcel)  # noqa: S301 - of the parent's making
-        cache = bench.cache(policy, above)
-        if below:
-            # Without a clock links are never busy, so that all writes are done.
-            free = attrs.evolve(
-                tier,
-                memory=below * layout.bytes_per_block,
-                read_bandwidth=INT64_LIMIT - 1,
-                write_bandwidth=INT64_LIMIT - 1,
-                latency=0.0,
-            )
-            Tiers(cache, [free], layout.bytes_per_block)
-        in_pool, loaded = [], [0]
-        for seq in served(bench.workload, cache):
-            in_pool.append(seq.hit_blocks)
-            loaded.append(cache.tiers.levels[0].stats.loaded if below else 0)
-        return np.array(in_pool), np.array(in_pool) + np.diff(loaded)
-    except Exception as error:  # noqa: BLE001 - raised again by the parent
-        return error
+    cache = setup.cache(policy, above)
+    if below:
+        # Without a clock links are never busy, so that all writes are done.
+        free = attrs.evolve(
+            tier,
+            memory=below * layout.bytes_per_block,
+            eviction=deepcopy(tier.eviction),
+            read_bandwidth=INT64_LIMIT - 1,
+            write_bandwidth=INT64_LIMIT - 1,
+            latency=0.0,
+        )
+        Tiers(cache, [free], layout.bytes_per_block)
+    in_pool, loaded = [], [0]
+    for seq in served(setup.workload, cache):
+        in_pool.append(seq.hit_blocks)
+        loaded.append(cache.tiers.levels[0].stats.loaded if below else 0)
+    return np.array(in_pool), np.array(in_pool) + np.diff(loaded)

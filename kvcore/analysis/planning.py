@@ -1,16 +1,16 @@
 """Plans: the smallest fleet that meets an SLO in simulation, and what limits a smaller one.
 
-A fleet is a number of replicas of the model, each on so many GPUs. There is no router here:
-sessions are divided among the replicas by a hash, and each replica is simulated for itself.
+A fleet is a number of replicas of the model, all on equal numbers of GPUs. There is no router:
+sessions are divided among the replicas by a hash, and each replica is simulated alone.
 
     GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
     replicas   bisected between the last number that misses and the first that meets
     pool       bisected down from all that fits     in steps of an eighth of a doubling
     host RAM   bisected down from all there is      in steps of a quarter of a doubling
 
-More of a thing mostly helps, but not always: a split of the sessions may be uneven, and a pool
-in which less fits may order requests better. So below the least that bisection finds, the next
-few are tried as well.
+More of a resource mostly helps, but not always: the sessions may be divided unevenly, and a
+smaller pool may admit requests in a better order. So a few sizes below the least one that
+bisection finds are tried as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import attrs
 
 from kvcore.analysis.fleet import GRANTS, Fleet, FleetTask, Served
-from kvcore.analysis.sweep.grid import Grid
+from kvcore.analysis.sweep.grid import CLUSTER, Grid
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.plan import Executor, ThisProcess
 from kvcore.analysis.sweep.runner import CellRun, Outcome, WorkloadCache
@@ -40,25 +40,25 @@ from kvcore.request import SLO
 T = TypeVar("T")
 
 Verdict = Literal["capacity", "policy", "content", "compute", "none"]
-"""What keeps a smaller fleet from meeting the SLO; `none`: none that was tried misses it."""
+"""The reason why a smaller fleet misses the SLO; `none`: no fleet that was tried misses it."""
 
 HOST = "host:memory=1TiB"
-"""The host's memory that a replica has at most, where no tier is given."""
+"""The most host memory of a replica if no tier is given."""
 
 DEGREES = (1, 2, 4, 8)
-"""GPUs of a replica that are tried where none are given."""
+"""Numbers of GPUs of a replica that are tried if none are given."""
 
 BUDGET = 30
-"""Simulations for each number of GPUs a replica, at most, about."""
+"""About the most simulations for each number of GPUs of a replica."""
 
 MOST_GPUS = 64
-"""GPUs of a fleet, at most, where no other number is given."""
+"""The most GPUs of a fleet if no number is given."""
 
 POOL_STEPS, RAM_STEPS = 8, 4
-"""Sizes that are tried between a pool, or host RAM, and half of it."""
+"""Number of sizes of a pool, and of host RAM, from one size to half of it."""
 
 NEIGHBOURS = 2
-"""How many further sizes are tried below the least one that bisection finds."""
+"""Number of further sizes that are tried below the least one that bisection finds."""
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +68,7 @@ class Option:
     Attributes:
         fleet: the fleet.
         pool_bytes: K/V memory of a replica, on all its GPUs together.
-        served: what became of the workload.
+        served: the outcome of the workload.
     """
 
     fleet: Fleet
@@ -78,17 +78,18 @@ class Option:
 
 @attrs.frozen(kw_only=True)
 class Limit:
-    """The resource that limits a fleet, found by simulating the fleet with that one changed.
+    """The resource that limits a fleet, found by simulating the fleet with one thing changed.
 
     Attributes:
-        verdict: the first of these that holds: `policy`, another eviction policy or scheduler
-            meets it; `capacity`, eviction with foresight or a pool that never fills does;
-            `content`, no fleet of the search does, but one whose prompts were all seen before
-            would; `compute`, none of that.
-        fleet: the fleet that misses it; None where none does.
-        attainment: share of the requests that meet the SLO there.
-        grants: that share with each of `GRANTS`.
-        policies: that share by (kind, name) of each policy with which enough do, best first.
+        verdict: the first of these that holds. `policy`: the fleet meets the SLO with another
+            eviction policy or scheduler. `capacity`: it does with foresight, or with a pool
+            that never fills. `content`: no fleet of the search does, but this one would if
+            all its prompts had been seen before. `compute`: none of these.
+        fleet: the fleet that misses the SLO; None if no fleet does.
+        attainment: share of its requests that meet the SLO.
+        grants: the same share with each of `GRANTS`.
+        policies: the same share by (kind, name) of each policy with which the fleet meets the
+            SLO, best first.
     """
 
     verdict: Verdict
@@ -103,17 +104,17 @@ class FleetPlan(Shown):
     """The result of `plan`.
 
     Attributes:
-        setup: the run that was planned for: its options as a table of sweeps has them, but
-            for what is searched.
-        requests: how many it has.
-        percentile: percentage of the requests that had to meet the SLO.
-        max_gpus: GPUs of the largest fleet that may be.
+        setup: the options that all simulations share, in the form of a row of a sweep.
+        requests: number of requests of the workload.
+        percentile: percentage of the requests that must meet the SLO.
+        max_gpus: the most GPUs of a fleet.
         block_bytes: bytes of a block, by GPUs of a replica.
-        options: fleets that meet it, best first: the fewest GPUs, then the least host RAM,
-            then the smallest pools.
-        limit: what keeps a smaller fleet, or where none does the best one, from meeting it.
-        simulations: fleets that were simulated, or found in the journal.
-        notes: what was left out, and why.
+        options: fleets that meet the SLO, best first: the fewest GPUs, then the least host
+            RAM, then the smallest pools.
+        limit: why a smaller fleet misses the SLO; or, if no fleet meets it, why the best one
+            misses it.
+        simulations: number of fleets that were simulated or found in the journal.
+        notes: GPUs and policies that were left out, with the reason.
     """
 
     setup: dict[str, Any]
@@ -128,7 +129,7 @@ class FleetPlan(Shown):
 
     @property
     def best(self) -> Option | None:
-        """The fleet to take; None if none meets the SLO."""
+        """The best fleet; None if no fleet meets the SLO."""
         return self.options[0] if self.options else None
 
     def to_frame(self) -> Any:
@@ -172,12 +173,13 @@ def plan(
 ) -> FleetPlan:
     """Return the least fleets on which `workload` meets its SLO, and what limits smaller ones.
 
-    For each number of GPUs a replica, the fewest replicas and the smallest pool that do; with
-    less host RAM than there is, the least with which fewer replicas do. Fleets of more than
-    twice the GPUs with which one does are not searched. Some 30 to 120 simulations of the whole
-    workload, which is held in memory; one ends when too many requests have missed the SLO.
+    For each number of GPUs of a replica: the fewest replicas that meet it, with the smallest
+    pool; and, if fewer replicas meet it with host RAM, these with the least host RAM. Fleets
+    of more than twice the GPUs of the first one that meets it are not searched. Takes 30 to
+    120 simulations of the workload, which is held in memory; a simulation ends when too many
+    requests have missed the SLO.
 
-    Arguments and errors are those of `kvcore.plan`, but that `journal` is open, and that an
+    Arguments and errors are those of `kvcore.plan`, except that `journal` is open, and that an
     `executor` of None simulates in this process.
     """
     if not 0 < percentile <= 100:  # noqa: PLR2004
@@ -186,6 +188,7 @@ def plan(
     degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
+    _check_options(grid)
     tiers = read_option("tier", tier)
     cells = [attrs.evolve(cell, tier=tiers) for cell in grid]
     if cells[0].slo == SLO():
@@ -196,8 +199,22 @@ def plan(
     return planner.plan(counts, policies, progress or silent)
 
 
+def _check_options(grid: Grid) -> None:
+    """Raise InputError for several values of an option, and for options of clusters."""
+    for name, values in grid.axes.items():
+        if name in CLUSTER:
+            msg = (
+                f"{name}: a plan divides sessions by hash among replicas that are always up: "
+                "leave it out"
+            )
+            raise InputError(msg)
+        if len(values) > 1 and name != "tensor_parallel":
+            msg = f"{name}: {len(values)} values were given, and a plan is for one: give one"
+            raise InputError(msg)
+
+
 def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
-    """Return numbers of 1 or more in order, each once."""
+    """Return numbers of 1 or more, ascending and without repetitions."""
     numbers = sorted({given} if isinstance(given, int) else set(given))
     if not numbers or numbers[0] < 1:
         msg = f"{what}: {numbers} was given; give numbers of 1 or more"
@@ -206,25 +223,27 @@ def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
 
 
 Search: TypeAlias = Generator[list[Fleet], None, T]
-"""Yields fleets that it needs simulated, and goes on when they are."""
+"""Yields fleets to simulate; is resumed when all of them are simulated."""
 
 Phases: TypeAlias = Generator[None, None, T]
-"""Queues fleets to simulate, and goes on after each of them to see whether it can."""
+"""Queues fleets to simulate; is resumed after each simulation that ends."""
 
 
 @attrs.define
 class _Planner:
-    """Searches over fleets, several at a time, with the results of finished simulations.
+    """Runs several searches over fleets at a time, by the results of finished simulations.
 
     Attributes:
-        cells: by GPUs of a replica, what is simulated.
-        full: by the same, blocks of the largest pool.
-        block_bytes: by the same, bytes of a block.
-        host: bytes of the host's memory that a replica may have.
-        queue: the fleets to simulate next, which workers take from it.
-        running: by the digests of their tasks, fleets that are queued or simulated.
-        served: what became of each fleet that was simulated.
-        notes: what was left out, and why.
+        cells: the configuration of a replica, by its GPUs.
+        full: blocks of the largest pool, by the GPUs of a replica.
+        block_bytes: bytes of a block, by the GPUs of a replica.
+        host: the most bytes of host memory of a replica.
+        queue: the tasks to run next; workers take them from it.
+        running: the fleets that are queued or being simulated, by the digest of their task.
+        served: the outcome of each fleet that was simulated.
+        failed: why a fleet with another policy could not be simulated.
+        notes: GPUs and policies that were left out, with the reason.
+        left: simulations that progress still expects.
     """
 
     percentile: float
@@ -250,10 +269,10 @@ class _Planner:
         return Fraction(str(self.percentile)) / 100
 
     def add(self, cells: Iterable[RunConfig], counts: list[int] | None) -> None:
-        """Queue fleets to simulate, by GPUs per replica.
+        """Add the configurations that can be simulated; leave a note for each other one.
 
         Raises:
-            InputError: none of it can be: what is wrong with the last one.
+            InputError: no configuration can be simulated; says why the last one cannot.
         """
         fault: InputError | None = None
         for cell in cells:
@@ -320,18 +339,14 @@ class _Planner:
         return options, limit
 
     def _setup(self) -> dict[str, Any]:
-        """Return the options that all fleets have in common, as a table has them."""
+        """Return the options that all fleets have in common, in the form of a row."""
         cell = next(iter(self.cells.values()))
         searched = ("tensor_parallel", "blocks", "pool_bytes")
-        # Replicas of a fleet are simulated one by one, and divide sessions by hash.
-        of_clusters = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
         row = CellRun(cell, self.known).row
-        return {
-            name: value for name, value in row.items() if name not in (*searched, *of_clusters)
-        }
+        return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER)}
 
     def _meets(self, fleet: Fleet) -> bool:
-        """Return True if enough requests met their SLO."""
+        """Return True if enough requests met their SLO on a fleet that was simulated."""
         served = self.served.get(fleet)
         if served is None or not served.judged:
             return False
@@ -342,14 +357,14 @@ class _Planner:
         return Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])
 
     def _full(self, devices: int, replicas: int) -> list[Fleet]:
-        """Return fleets of that many replicas with all memory: without host RAM, and with."""
+        """Return fleets with the largest pool: one without host RAM, and one with all of it."""
         bare = Fleet(replicas=replicas, devices=devices, blocks=self.full[devices])
         return [bare, attrs.evolve(bare, host_bytes=self.host)] if self.host else [bare]
 
     def _ladder(self) -> Search[list[tuple[Fleet, int]]]:
-        """Return fleets that meet the SLO, and a number of replicas with which they do not.
+        """Return fleets that meet the SLO, each with a number of replicas that misses it.
 
-        The number of GPUs is doubled until a fleet meets it, and then once more.
+        The number of GPUs is doubled until a fleet meets the SLO, and then once more.
         """
         found: dict[tuple[int, int], tuple[Fleet, int]] = {}
         missed: dict[tuple[int, int], int] = {}
@@ -376,7 +391,7 @@ class _Planner:
             gpus = min(2 * gpus, last)
 
     def _each(self, counts: list[int]) -> Search[list[tuple[Fleet, int]]]:
-        """Return the fleets with a given number of replicas that meet the SLO, as `_ladder`."""
+        """Return fleets as `_ladder` does, with one of `counts` as number of replicas."""
         fleets = [
             fleet
             for devices in self.cells
@@ -388,18 +403,18 @@ class _Planner:
         return [(fleet, fleet.replicas - 1) for fleet in fleets if self._meets(fleet)]
 
     def _replicas(self, fleet: Fleet, missed: int) -> list[Fleet]:
-        """Return the fleet, and all with fewer replicas, but more than `missed`."""
+        """Return the fleet, then those with fewer replicas down to `missed + 1`."""
         numbers = range(fleet.replicas, missed, -1)
         return [attrs.evolve(fleet, replicas=number) for number in numbers]
 
     def _memories(self, fleet: Fleet) -> list[Fleet]:
-        """Return the fleet, and all with less host RAM, or if it has none, smaller pools."""
+        """Return the fleet, then those with less host RAM; without any, with smaller pools."""
         return self._hosts(fleet) if fleet.host_bytes else self._pools(fleet)
 
     def _small(self, fleet: Fleet) -> Search[Fleet | None]:
-        """Return a fleet with the smallest pool beside any host RAM, and the least of that.
+        """Return a fleet with host RAM and the smallest pool, then with the least host RAM.
 
-        None if that pool is smaller by less than a quarter.
+        None if the pool is not smaller by a quarter at least.
         """
         helped = attrs.evolve(fleet, host_bytes=self.host)
         yield [helped]
@@ -411,19 +426,19 @@ class _Planner:
         return (yield from self._least(self._hosts(small)))
 
     def _pools(self, fleet: Fleet) -> list[Fleet]:
-        """Return the fleet, and with it all smaller pools that are tried, largest first."""
+        """Return the fleet, then those with a smaller pool, largest first."""
         sizes = _smaller(fleet.blocks, POOL_STEPS)
         return [attrs.evolve(fleet, blocks=size) for size in sizes]
 
     def _hosts(self, fleet: Fleet) -> list[Fleet]:
-        """Return the fleet, and with it all less host RAM that is tried, most first."""
+        """Return the fleet, then those with less host RAM, most first."""
         sizes = _smaller(fleet.host_bytes, RAM_STEPS, 64 * self.block_bytes[fleet.devices])
         return [attrs.evolve(fleet, host_bytes=size) for size in sizes]
 
     def _least(self, fleets: Sequence[Fleet]) -> Search[Fleet]:
-        """Return the last of `fleets`, each less than the one before, that meets the SLO.
+        """Return the last of `fleets`, in descending order, that meets the SLO.
 
-        The first one does. Bisected; then the next few below are tried.
+        The first fleet meets it. After a bisection the next few smaller ones are tried.
         """
         low, high = 0, len(fleets)
         while high - low > 1:
@@ -439,7 +454,7 @@ class _Planner:
             low = lower[-1]
 
     def _policies(self, given: Iterable[tuple[str, str]] | None) -> list[tuple[str, str]]:
-        """Return the policies that the verdict tries: all but those of the search itself."""
+        """Return the policies that the verdict tries: all but those of the configuration."""
         config = next(iter(self.cells.values()))
         plugins = self.known.plugins
         if given is None:
@@ -448,7 +463,7 @@ class _Planner:
         return [each for each in given if each not in asked]
 
     def _limit(self, options: list[Option], tried: list[tuple[str, str]]) -> Search[Limit]:
-        """Return what keeps the nearest fleet that misses the SLO from meeting it."""
+        """Return the resource that limits the fleet that misses the SLO by the least."""
         fleet = self._nearest_miss(options)
         if fleet is None:
             return Limit(verdict="none")
@@ -456,7 +471,7 @@ class _Planner:
         yield granted
         asked, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
-        # What no eviction at all does not reach, no order of eviction does.
+        # If even a pool that never evicts misses the SLO, no eviction policy meets it.
         kinds = ("eviction", "scheduler") if endless or foresight else ("scheduler",)
         others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
         yield others
@@ -486,10 +501,11 @@ class _Planner:
         )
 
     def _nearest_miss(self, options: list[Option]) -> Fleet | None:
-        """Return the fleet to explain: the one that misses the SLO by the least.
+        """Return the fleet whose limit is explained; None if no fleet misses the SLO.
 
-        Of those with fewer GPUs than the best plan and all the memory there is, or without a
-        plan of all of them; else the best plan with the most memory that was too little.
+        It is the one with the most requests in time among fleets with all memory: those with
+        fewer GPUs than the best plan, or all if there is no plan. If there is none, it is the
+        best plan with the most memory that was too little.
         """
         misses = [each for each in self.served if not self._meets(each)]
         full = [
@@ -513,9 +529,9 @@ class _Planner:
         return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
 
     def _run(self, phases: Phases[T]) -> T:
-        """Simulate what phases ask for until they end; return what they do.
+        """Simulate the fleets that phases queue until they end; return their result.
 
-        The workers are begun once: each has the workload then.
+        The workers are started once, so that each reads the workload once.
         """
         try:
             next(phases)
@@ -530,7 +546,7 @@ class _Planner:
         raise PluginError(msg)
 
     def _ended(self, outcome: Outcome) -> None:
-        """Keep what became of a fleet that was queued."""
+        """Record the outcome of a fleet that was queued, also in the journal."""
         fleet = self.running.pop(outcome.digest)
         if outcome.result is None:
             self._fail(fleet, str(outcome.error))
@@ -541,7 +557,7 @@ class _Planner:
         self._record(fleet, outcome.result)
 
     def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:
-        """Run searches to their ends, all at a time; return their results in order."""
+        """Run searches to their ends, all at the same time; return their results in order."""
         results: dict[int, T] = {}
         asked: dict[int, list[Fleet]] = {place: [] for place in range(len(searches))}
         while True:
@@ -590,7 +606,7 @@ class _Planner:
         self._ticked()
 
     def _fail(self, fleet: Fleet, why: str) -> None:
-        """Record a policy that cannot serve; raise PluginError for any other fleet."""
+        """Record that a policy cannot serve; raise PluginError for any other fleet."""
         if fleet.policy is None:
             msg = f"{fleet.replicas} x {fleet.devices} GPUs could not be simulated: {why}"
             raise PluginError(msg)
@@ -598,19 +614,19 @@ class _Planner:
         self._ticked()
 
     def _ticked(self) -> None:
-        """Report a finished simulation; at the end, also those that were not needed."""
+        """Report a finished simulation, if progress still expects one."""
         self.tick(min(1, self.left))
         self.left = max(0, self.left - 1)
 
 
 def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
-    """Return sizes from `most` down to `least`, `steps` of them per halving."""
+    """Return sizes from `most` down to `least`, `steps` sizes for each halving."""
     sizes = (int(most * 2 ** (-step / steps)) for step in count())
     return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
 
 
 def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
-    """Return the fleets without those whose host RAM saves no replica."""
+    """Return the fleets, without those whose host RAM saves no replica."""
     bare = {each.devices: each.replicas for each in fleets if not each.host_bytes}
     return [
         each

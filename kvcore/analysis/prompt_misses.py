@@ -26,16 +26,16 @@ REASONS = {
     "evicted": "the TTL had not lapsed and the rule reads them, but the log does not",
     "unmarked": "an earlier prompt had them, but the rule stores no entry that ends there",
 }
-"""Why prompt tokens were not read from the cache."""
+"""The reasons why prompt tokens were not read from the cache, each with its meaning."""
 
 RECENT = 1000
-"""Logged prompts among which the original of an edited one is looked for."""
+"""Number of latest logged prompts among which the original of an edited one is searched."""
 
 CANDIDATES = 3
-"""Prompts that are compared with one that may have been edited."""
+"""Number of prompts that are compared with a prompt that may have been edited."""
 
 EDIT_TOKENS = 64
-"""Tokens that an edited prompt repeats at least; fewer may be alike by chance."""
+"""The least tokens that an edited prompt repeats; fewer may be equal by chance."""
 
 SCHEMA = 1
 
@@ -46,10 +46,10 @@ class UnreadTokens:
 
     Attributes:
         reason: one of `REASONS`.
-        first, tokens: the first of them, counted from 0, and how many.
-        other: the last request with the same prefix, or the original of an edited one.
+        first, tokens: the position of the first token, from 0, and the number of tokens.
+        other: the last request with the same prefix, or the original of an edited prompt.
         gap_ns: nanoseconds since that request.
-        place: of an edited prompt, the content block in which it changed.
+        place: the content block in which an edited prompt changed.
     """
 
     reason: str
@@ -68,15 +68,16 @@ class UnreadTokens:
 
 @attrs.frozen(kw_only=True)
 class PromptReads:
-    """The cache reads of one prompt, and why there were not more.
+    """The cache reads of one prompt, and the reasons why other tokens were not read.
 
     Attributes:
-        request: its id.
-        arrived_ns: when it arrived.
-        tokens: of the prompt, as the API counts them.
-        expected: of these, read by the API's rule.
-        reported: of these, read as the log says; None: it says nothing, and the rule counts.
-        unread: the tokens that were not, in order.
+        request: id of the request.
+        arrived_ns: its arrival time.
+        tokens: tokens of the prompt, as the API counts them.
+        expected: tokens that the API's rule reads.
+        reported: tokens read according to the log; None: the log reports none, and `expected`
+            counts.
+        unread: the tokens that were not read, in the order of the prompt.
     """
 
     request: int | str
@@ -88,7 +89,7 @@ class PromptReads:
 
     @property
     def read(self) -> int:
-        """Tokens read from the cache: as reported, otherwise as expected."""
+        """Tokens read from the cache: `reported` if there is a report, otherwise `expected`."""
         return self.expected if self.reported is None else self.reported
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,9 +109,9 @@ class PromptExplanation:
     """The result of `explain_prompts`.
 
     Attributes:
-        source: the workload's name.
+        source: name of the workload.
         bills: its bills.
-        prompts: each request, in order of arrival.
+        prompts: the cache reads of each request, in order of arrival.
     """
 
     source: str
@@ -121,7 +122,7 @@ class PromptExplanation:
         """Return the cache reads of the request with this id.
 
         Raises:
-            InputError: there is none.
+            InputError: there is no such request.
         """
         for each in self.prompts:
             if str(each.request) == request:
@@ -131,10 +132,10 @@ class PromptExplanation:
         raise InputError(msg)
 
     def sums(self) -> dict[str, dict[str, Any]]:
-        """Return, by reason, the tokens, the requests they stopped, and dollars.
+        """Return, by reason, the unread tokens, the requests whose reads ended so, and dollars.
 
-        Dollars are those that reading the tokens would have saved: the difference between
-        the prices of `input` and `cached`.
+        Dollars are the saving if the tokens had been read: their number times the difference
+        between the prices of `input` and `cached`.
         """
         uncached, cached, *_ = self.bills.price.rates
         found = {reason: {"tokens": 0, "stopped": 0, "usd": 0.0} for reason in REASONS}
@@ -148,7 +149,7 @@ class PromptExplanation:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sums as a JSON object."""
+        """Return the bills and the sums over all requests as a JSON object."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -167,17 +168,17 @@ def explain_prompts(
     source: str = "requests",
     tick: Tick = unseen,
 ) -> PromptExplanation:
-    """Return why prompts were not read from an API's cache, token by token.
+    """Return the reason why each prompt token was not read from an API's cache.
 
-    Where a log reports what was read, that is explained; else what the API's rule reads.
-    Which prompts were edited is told of logged ones alone, whose contents are known.
-    O(keys); memory grows with the distinct keys.
+    If a log reports the tokens that were read, the others are explained; otherwise those that
+    the API's rule does not read. Edits are found in logged prompts only, since their contents
+    are known. O(keys); memory grows with the distinct keys.
 
     Args:
-        requests: a workload, or the requests of one, in order of arrival. Read twice.
+        requests: a workload, or its requests, in order of arrival. They are read twice.
         price: the prices and the rule, or their text.
-        source: what the requests are called.
-        tick: called with the number of requests that are explained.
+        source: name of the requests in reports.
+        tick: called with the number of requests that have been explained.
 
     Raises:
         InputError: an unknown price, or a request that cannot be read.
@@ -204,7 +205,7 @@ class _Classifier:
         self._originals = _Originals()
 
     def explain(self, request: Request) -> PromptReads:
-        """Return the cache reads of the next request, and why there were not more."""
+        """Return the cache reads of the next request, and remember its prompt."""
         price, now = self._price, request.arrival
         size = PromptSize.of(request)
         expected = self._cache.charge(request, now).read
@@ -235,13 +236,13 @@ class _Classifier:
     def _trusted(self, read: int, expected: int) -> int:
         """Return the reads expected by the rule, or the reported ones if nearly equal.
 
-        Positions in a logged prompt are estimates where its tokens are: a tenth, or a step, is
-        no difference.
+        Positions in a logged prompt are estimates if its tokens are: a difference of up to a
+        tenth, or of one step of the API's rule, is none.
         """
         return expected if expected - read > max(self._price.step, expected // 10) else read
 
     def _ttl(self, request: Request) -> int:
-        """Return the longest TTL (ns) that a prompt requests; by default that of the prices."""
+        """Return the longest TTL (ns) that a prompt requests, or the TTL of the prices."""
         parts = request.parts if isinstance(request, LoggedRequest) else ()
         return max((part.ttl_ns or 0 for part in parts), default=0) or self._price.ttl_ns
 
@@ -260,11 +261,11 @@ class _Classifier:
         if isinstance(request, LoggedRequest):
             original = self._originals.find(request, known * unit)
         borders = [("evicted", expected), ("lapsed", unlapsed)]
-        if original is None:  # Else the entry of the original would be read.
+        if original is None:  # Otherwise the entry of the original would be read.
             borders.append(("unmarked", size.scaled(known * unit)))
         for reason, end in borders:
             if end > at:
-                # Of what lapsed the shortest prefix, else the longest: it was used last.
+                # Of lapsed tokens the shortest prefix was used last, of others the longest.
                 place = at if reason == "lapsed" else end - 1
                 place = place * size.counted // size.billed // unit
                 place = max(place, live) if reason == "lapsed" else place
@@ -295,7 +296,7 @@ class _Classifier:
 
 
 class _Originals:
-    """The last logged prompts, sentence by sentence."""
+    """The latest logged prompts, sentence by sentence."""
 
     def __init__(self) -> None:
         self._recent: OrderedDict[int | str, LoggedRequest] = OrderedDict()
@@ -303,7 +304,7 @@ class _Originals:
         self._holders: dict[int, int | str] = {}
 
     def add(self, request: LoggedRequest) -> None:
-        """Remember a prompt, and forget the oldest of too many."""
+        """Add a prompt; remove the oldest one if there are more than `RECENT`."""
         self._recent[request.id] = request
         self._holders.update((piece, request.id) for piece, _ in _pieces(request))
         if len(self._recent) > RECENT:
@@ -313,11 +314,11 @@ class _Originals:
                     del self._holders[piece]
 
     def find(self, request: LoggedRequest, known: int) -> tuple[LoggedRequest, str, int] | None:
-        """Return the original of an edited prompt, the block that changed, and what was kept.
+        """Return the original of an edited prompt, the changed block, and the repeated tokens.
 
-        A prompt was edited if it repeats at least half of another one's sentences after the
-        first that differs. What was kept is the number of their tokens after the first
-        `known`; the original is the one of which most was kept.
+        A prompt was edited if it repeats at least half of the sentences of another prompt after
+        the first one that differs. Their tokens after the first `known` are counted; of several
+        such prompts the original is the one with the most. None if the prompt was not edited.
         """
         holders = (self._holders.get(piece) for piece, _ in _pieces(request))
         counts = Counter(id_ for id_ in holders if id_ is not None)

@@ -1,4 +1,4 @@
-"""Loss of quality of bounded or quantised K/V: attention, next tokens, needles, by bytes."""
+"""Loss of quality with bounded or quantised K/V: attention, next tokens, needles, by bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FULL = "full"
 """The retention policy that keeps everything: the baseline of every codec."""
 
 CANNOT_COPY, COPIES = "transformer", "induction"
-"""A generator with random weights, which finds no needle, and the one in its place."""
+"""A generator with random weights, which finds no needle, and the one that replaces it."""
 
 BLANK = 0
-"""The token behind an announced question: `induction` neither looks it up nor answers it."""
+"""The token after an announced question: `induction` neither looks it up nor answers it."""
 
 STEP_TOKENS = 2048
-"""The most tokens of a prompt that are computed in a step, of all texts together."""
+"""The most tokens of prompts that are computed in a step, over all texts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,20 +43,20 @@ class QualityRow:
     """Loss of one retention policy with one codec at one budget.
 
     Attributes:
-        retention, codec: as asked for, with the options given.
-        budget: the share of the full bytes asked for; None: all tokens, or what the options
-            of the policy say.
-        bytes_per_token: bytes of the blocks held, the scales of a codec included, and of
-            the tokens that wait as they are until their block can be coded, by tokens of the
-            context: a mean over the steps.
-        share: these bytes as a share of the full ones.
-        attention_error: error of attention's output relative to its size: of each layer,
-            the norm of the difference over all texts and steps through the norm of the
-            output; the mean over the layers.
+        retention, codec: names with the options that were given.
+        budget: the budget as a share of the full bytes; None: all tokens are kept, or the
+            options of the policy set the budget.
+        bytes_per_token: bytes per token of the context: those of the blocks held, with the
+            scales of the codec, and of tokens that are not coded until their block is full. A
+            mean over the steps.
+        share: `bytes_per_token` as a share of the full bytes.
+        attention_error: relative error of attention's output: for each layer, the norm of the
+            difference over all texts and steps, divided by the norm of the output; the mean
+            over the layers.
         kl, kl_p95: Kullback-Leibler divergence of the next token's distribution from that of
             the full run, in nats: mean, and 95th percentile over texts and steps.
         top1: share of the steps with the same likeliest token.
-        needle: share of the questions that are answered; None: none was asked.
+        needle: share of the questions that are answered; None without questions.
         needle_by_depth: this share by depth of the answer in the haystack, 0 to 1.
     """
 
@@ -79,17 +79,17 @@ class Quality(Shown):
 
     Attributes:
         generator: name of the generator of the texts.
-        needle_generator: name of that of the needles; None: none was asked for.
+        needle_generator: name of the generator of the needles; None without needles.
         dtype: the dtype of the computation, and of the full run.
         block_size: tokens in a block.
-        prompt_tokens, tokens: tokens of a prompt, and of what follows it.
+        prompt_tokens, tokens: tokens of a prompt, and of the text after it.
         texts: number of texts, and of haystacks.
         needles: number of questions about each haystack.
         announced: whether the prompt ends with the questions.
         seed: seed of texts and haystacks.
-        full_codec, full_bytes_per_token: what budgets are shares of: all tokens in the first
-            codec, and what a token takes there.
-        rows: one for each combination.
+        full_codec, full_bytes_per_token: the first codec, and its bytes per token if all tokens
+            are kept: budgets are shares of them.
+        rows: one for each combination of policy, codec and budget.
     """
 
     generator: str
@@ -119,7 +119,7 @@ class Quality(Shown):
 
 @attrs.frozen
 class _Cell:
-    """A retention policy and a codec, and the share of the prompt's tokens that stay."""
+    """A retention policy, a codec, a budget, and the share of the tokens that fit into it."""
 
     retention: Spec
     codec: Spec
@@ -151,52 +151,52 @@ def measure(
     """Compare bounded and shrunk K/V with full K/V in `dtype`, at equal bytes.
 
     Every text is computed once with all of its K/V, and once for each combination of a
-    policy, a codec and a budget: the prompt first, then token after token as the full run
-    has it, whatever the bounded one would have generated. A budget of 0.1 lets a policy keep
-    as many tokens as take a tenth of the full bytes in the codec at hand, so of short
-    numbers more; where all tokens take less, the row is left out, since `full` has it.
+    policy, a codec and a budget: first the prompt, then the tokens of the full run one by one,
+    even if the bounded run would have generated others. With a budget of 0.1 a policy keeps
+    the tokens that take a tenth of the full bytes in the codec, so more tokens in a smaller
+    codec. If all tokens take less than the budget, the row is left out: it equals `full`.
 
-    The needles are pairs of tokens, a key and its value, at even depths of other tokens.
-    The questions come behind the prompt, when a policy has forgotten what it forgets: the
-    token after a key is to be its value. With `announced` the prompt ends with all keys,
-    each before a blank, so that a policy can see what will be asked.
+    The needles are pairs of tokens, a key and its value, at even depths among other tokens.
+    The questions come after the prompt, when the policy has dropped its tokens: the token after
+    a key must be its value. With `announced` the prompt ends with all keys, each before a
+    blank, so that a policy can attend to the questions.
 
-    Costs one run a row. Memory: the K/V of all texts, and of the full run its logits and
-    attention's output for each of the `tokens`.
+    Costs one run per row. Memory: the K/V of all texts, and the logits and attention's outputs
+    of the full run for each of the `tokens`.
 
     Args:
         generator: an instance that is not in use, or a text such as
             `huggingface:model=DIR`. Needs `Generator.logits`.
-        retention: policies, as `h2o,window:sinks=4`. Their option `budget`, or `tokens` as
-            `window` has it, is set, unless the text does. `full` is always measured.
-        codec: codecs, as `fp16,int4`. What all tokens take in the first are the full bytes.
+        retention: policies, as `h2o,window:sinks=4`. Their option `budget` (`tokens` for
+            `window`) is set, unless the text sets it. `full` is always measured.
+        codec: codecs, as `fp16,int4`. The full bytes are those of all tokens in the first one.
         budgets: shares of the full bytes, above 0 and below 1.
         backend: the backend.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
         block_size: tokens in a block.
         prompt_tokens: tokens of a prompt, and of a haystack with its announced questions.
-        tokens: tokens behind a prompt, 1 or more.
+        tokens: tokens after a prompt, 1 or more.
         texts: number of texts, and of haystacks.
         text: a text for the generator to encode, from which even parts are taken. None:
             random tokens, continued by the full run, which samples at temperature 1.
         needles: questions about each haystack; 0: no haystacks.
         announced: whether the prompt ends with the questions.
-        needle_generator: answers them. None: `induction` for `transformer`, whose random
-            weights find nothing, else `generator`.
+        needle_generator: answers the questions. None: `induction` in place of `transformer`,
+            whose random weights find no needle; otherwise `generator`.
         threads: number of threads of the host that compute; None: as for `kvcore.run`.
         seed: seed of texts and haystacks, and of plugins that have an option `seed`.
-        plugins: where names are looked up; None: what is installed.
-        progress: is told how many steps have been computed; None: nobody is.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows the number of steps that have been computed; None: no progress.
 
     Raises:
         InputError: an unknown name or option, a size out of range, a text that is too
             short, or a generator without logits.
-        PluginError: a plugin cannot work here.
+        PluginError: a plugin cannot be used here.
         StorageError: K/V does not fit into the device's memory.
     """
     plugins = plugins or Plugins()
     shares = sorted(set(budgets), reverse=True)
-    _check(shares, block_size, prompt_tokens, tokens, texts)
+    _check(shares, needles, block_size, prompt_tokens, tokens, texts)
     defaults = {"seed": seed}
     built: Generator = _built(plugins, generator, defaults)
     if needle_generator is None:
@@ -210,27 +210,27 @@ def measure(
         for number in range(texts if needles else 0)
     ]
     codecs, policies = _specs(codec), [one for one in _specs(retention) if str(one) != FULL]
-    bench = _Bench(plugins, backend, dtype, block_size, seed)
+    parts = _Parts(plugins, backend, dtype, block_size, seed)
     for each in {id(one): one for one in (built, finder)}.values():
-        bench.load(each)
+        parts.load(each)
     cells = [_Cell(Spec(FULL), each) for each in codecs]
     for policy in policies:
-        cells += bench.cells(built, policy, codecs, shares)
-    # What cannot be built is refused before anything is computed.
+        cells += parts.cells(built, policy, codecs, shares)
+    # Errors in options are raised before anything is computed.
     for cell in cells:
-        bench.policy(cell, prompt_tokens)
-        bench.layout(finder, cell.codec)
+        parts.policy(cell, prompt_tokens)
+        parts.layout(finder, cell.codec)
     steps = tokens * (len(cells) + 1) + 2 * needles * len(cells)
     with (
-        bench.backend().limit_threads(threads, built.spec),
-        (progress or silent)(f"measuring {built.name}", steps) as bench.tick,
+        parts.backend().limit_threads(threads, built.spec),
+        (progress or silent)(f"measuring {built.name}", steps) as parts.tick,
     ):
-        full = _Full.run(bench, built, given, prompt_tokens, tokens, texts, seed)
+        full = _Full.run(parts, built, given, prompt_tokens, tokens, texts, seed)
         rows = []
         for cell in cells:
-            row = full.compared(bench, built, cell)
+            row = full.compared(parts, built, cell)
             if hay:
-                row = _asked(bench, finder, cell, hay, row)
+                row = _asked(parts, finder, cell, hay, row)
             rows.append(row)
     first = rows[0].bytes_per_token
     rows = [attrs.evolve(row, share=row.bytes_per_token / first) for row in rows]
@@ -251,9 +251,9 @@ def measure(
     )
 
 
-def _check(shares: list[float], *counts: int) -> None:
-    """Raise InputError for sizes below 1, and for budgets that are no shares."""
-    msg = ""
+def _check(shares: list[float], needles: int, *counts: int) -> None:
+    """Raise InputError for sizes below 1, needles below 0, and budgets outside (0, 1)."""
+    msg = "" if needles >= 0 else f"needles={needles}: give 0 or more"
     if min(counts) < 1:
         msg = "block_size, prompt_tokens, tokens and texts must be 1 or more"
     for share in shares:
@@ -264,7 +264,7 @@ def _check(shares: list[float], *counts: int) -> None:
 
 
 def _specs(text: str) -> list[Spec]:
-    """Return the plugins that a text names, each once."""
+    """Return the plugins that a text names, without repetitions."""
     return list({str(each): each for each in parse(text)}.values())
 
 
@@ -299,7 +299,7 @@ def _given(
 
 
 @attrs.define
-class _Bench:
+class _Parts:
     """Makes the parts of each run."""
 
     plugins: Plugins
@@ -320,7 +320,7 @@ class _Bench:
         generator.load(self.backend(), self.dtype)
 
     def layout(self, generator: Generator, codec: Spec | None, blocks: int = 1) -> TensorLayout:
-        """Return the layout of `blocks` blocks in a codec; None: as computed."""
+        """Return the layout of `blocks` blocks in a codec; None: in the dtype of a run."""
         layout = tensor_layout(generator.spec, blocks, self.block_size, self.dtype)
         made: Codec | None = None if codec is None else self.plugins.build("codec", codec)
         return attrs.evolve(layout, codec=made)
@@ -328,7 +328,7 @@ class _Bench:
     def cells(
         self, generator: Generator, policy: Spec, codecs: Sequence[Spec], shares: list[float]
     ) -> Iterator[_Cell]:
-        """Yield the combinations of one policy that keep less than all tokens."""
+        """Yield the cells of one policy in which it does not keep all tokens."""
         cls = self.plugins.get("retention", policy.name)
         known = {option.name for option in options_of(cls)}
         budgets = known.intersection(("budget", "tokens"))
@@ -349,7 +349,7 @@ class _Bench:
         defaults: dict[str, Any] = {"seed": self.seed}
         if cell.tokens is not None:
             said = cell.retention.options.get("sinks", "0")
-            sinks = int(said) if said.isdecimal() else 0  # What is no number is refused below.
+            sinks = int(said) if said.isdecimal() else 0  # Other text is an error in `build`.
             kept = int(cell.tokens * prompt_tokens)
             defaults |= {"budget": cell.tokens, "tokens": max(1, kept - sinks)}
         policy: RetentionPolicy = self.plugins.build("retention", cell.retention, defaults)
@@ -368,26 +368,26 @@ class _Run:
 
     def __init__(
         self,
-        bench: _Bench,
+        parts: _Parts,
         generator: Generator,
         cell: _Cell | None,
         prompts: list[list[int]],
         more: int,
     ) -> None:
         """Compute `prompts`; `more` tokens of each will follow. `cell` None: the full run."""
-        size = bench.block_size
+        size = parts.block_size
         blocks = len(prompts) * (-(-(len(prompts[0]) + more) // size) + 2)
-        self._generator, self._tick = generator, bench.tick
+        self._generator, self._tick = generator, parts.tick
         self._cache = KVCache(
             blocks,
             size,
-            retention=None if cell is None else bench.policy(cell, len(prompts[0])),
+            retention=None if cell is None else parts.policy(cell, len(prompts[0])),
             ids=True,
         )
-        self._backend = bench.backend()
+        self._backend = parts.backend()
         self._backend.bind()
         self._backend.allocate(
-            bench.layout(generator, None if cell is None else cell.codec, blocks)
+            parts.layout(generator, None if cell is None else cell.codec, blocks)
         )
         self._compactor = Compactor.of(self._cache, self._backend, generator)
         self._seqs = [
@@ -427,7 +427,7 @@ class _Run:
         return held + tokens * waiting * layout.kv_heads * layout.layers * number
 
     def _compute(self, tokens: list[list[int]]) -> Tensor:
-        """Compute more tokens of each text; return the logits behind the last of each."""
+        """Compute more tokens of each text; return the logits after the last of each."""
         seqs, backend = self._seqs, self._backend
         size = backend.layout.block_size
         for seq, new in zip(seqs, tokens, strict=True):
@@ -474,10 +474,11 @@ class _Run:
 
 @attrs.frozen(eq=False)
 class _Full:
-    """Results of the run with the full cache: its texts, and the values others are compared to.
+    """Texts and results of the run with the full cache, to which other runs are compared.
 
     Attributes:
-        prompts, outputs: token ids; of the outputs, by step.
+        prompts: token ids of each prompt.
+        outputs: for each step, the token id of each text.
         logits: for each step, `[texts, vocabulary]`.
         attended: for each step, attention's output of each layer.
     """
@@ -490,7 +491,7 @@ class _Full:
     @classmethod
     def run(
         cls,
-        bench: _Bench,
+        parts: _Parts,
         generator: Generator,
         given: list[list[int]] | None,
         prompt_tokens: int,
@@ -498,7 +499,7 @@ class _Full:
         texts: int,
         seed: int,
     ) -> _Full:
-        """Compute the texts, and where none are `given`, sample them."""
+        """Compute the texts that are `given`; without them, sample texts."""
         import torch  # noqa: PLC0415 - only runs need it
 
         source = torch.Generator().manual_seed(seed)
@@ -507,7 +508,7 @@ class _Full:
             prompts = torch.randint(generator.vocabulary, shape, generator=source).tolist()
         else:
             prompts = [ids[:prompt_tokens] for ids in given]
-        run = _Run(bench, generator, None, prompts, tokens)
+        run = _Run(parts, generator, None, prompts, tokens)
         full = cls(prompts, [], [], [])
         logits = run.logits
         for step in range(tokens):
@@ -515,7 +516,7 @@ class _Full:
                 chances = logits.double().softmax(-1).cpu()
                 if chances.isnan().any():
                     msg = (
-                        f"generator {generator.name!r} computes NaN in {bench.dtype}: take "
+                        f"generator {generator.name!r} computes NaN in {parts.dtype}: take "
                         "another dtype"
                     )
                     raise InputError(msg)
@@ -528,11 +529,11 @@ class _Full:
             full.attended.append(run.attended)
         return full
 
-    def compared(self, bench: _Bench, generator: Generator, cell: _Cell) -> QualityRow:
-        """Compute the texts as `cell` says; return what differs."""
+    def compared(self, parts: _Parts, generator: Generator, cell: _Cell) -> QualityRow:
+        """Compute the texts with the policy and codec of `cell`; return the losses."""
         import torch  # noqa: PLC0415 - see `run`
 
-        run = _Run(bench, generator, cell, self.prompts, len(self.outputs))
+        run = _Run(parts, generator, cell, self.prompts, len(self.outputs))
         errors = torch.zeros(len(self.attended[0]), 2, dtype=torch.float64)
         divergences, agreed = [], []
         for new, wanted, attended in zip(self.outputs, self.logits, self.attended, strict=True):
@@ -543,7 +544,7 @@ class _Full:
             divergences.append(divergence(wanted, logits).cpu())
             agreed.append((wanted.argmax(-1) == logits.argmax(-1)).cpu())
         apart = torch.cat(divergences)
-        # A layer that attends to nothing has no error either.
+        # A layer whose output is 0 has an error of 0.
         relative = (errors[:, 0] / errors[:, 1].clamp_min(torch.finfo().tiny)).sqrt()
         return QualityRow(
             retention=str(cell.retention),
@@ -564,13 +565,13 @@ def divergence(full: Tensor, bounded: Tensor) -> Tensor:
     Computed in fp64; equal logits have exactly 0.
     """
     right, found = (logits.double().log_softmax(-1) for logits in (full, bounded))
-    # Rounding may go below 0.
+    # Rounding can make a sum negative.
     return (right.exp() * (right - found)).sum(-1).clamp_min(0)
 
 
 @attrs.frozen
 class _Haystack:
-    """A prompt with needles in it, and the questions: key, value and depth of each."""
+    """A prompt with needles, and the questions: key, value and depth of each."""
 
     prompt: list[int]
     questions: list[tuple[int, int, float]]
@@ -608,11 +609,11 @@ def _haystack(
 
 
 def _asked(
-    bench: _Bench, finder: Generator, cell: _Cell, hay: list[_Haystack], row: QualityRow
+    parts: _Parts, finder: Generator, cell: _Cell, hay: list[_Haystack], row: QualityRow
 ) -> QualityRow:
     """Return `row` with the share of the questions about `hay` that are answered."""
     asked = list(zip(*(each.questions for each in hay), strict=True))
-    run = _Run(bench, finder, cell, [each.prompt for each in hay], 2 * len(asked))
+    run = _Run(parts, finder, cell, [each.prompt for each in hay], 2 * len(asked))
     found: dict[float, list[bool]] = {}
     for questions in asked:
         answers = run.step([key for key, _, _ in questions]).argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""The log of a recorded run, rebuilt from its trace: its requests, and a summary of them."""
+"""The request log of a recorded run, rebuilt from its trace, and its summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvcore.trace.replicas import ServerReader
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
-    # And these where there are prices.
+    # The others are imported when there are prices.
     from kvcore.analysis.billing import Bills
     from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
@@ -37,23 +37,23 @@ class RunSummary:
     """Summary of a run as far as a trace records it. Times are None without a clock.
 
     Attributes:
-        config: what it was run with: `blocks`, `block_size`, plugins by kind, and with a
-            clock `batching`, `slo` (ns) and `rate_scale`.
-        requests, completed, rejected: how many there were.
+        config: its configuration: `blocks`, `block_size`, plugins by kind, and with a clock
+            `batching`, `slo` (ns) and `rate_scale`.
+        requests, completed, rejected: number of requests, in all and by outcome.
         hit: `lookup_blocks`, `hit_blocks`, `self_hit_blocks`, `lookup_tokens`, `hit_tokens`
             and `ratio` by `block`, `token` and `request`, as in a simulation's summary.
         evicted_blocks: blocks that left the cache, for room or because they expired.
-        forgotten_blocks: blocks that running sequences forgot.
+        forgotten_blocks: blocks of running sequences that the retention policy dropped.
         compactions, compacted_tokens: compactions of running sequences, and the tokens that
             they removed.
-        preemptions: by kind, `pause`, `recompute` and `swap`.
-        loaded_tokens: prompt tokens that came from tiers at first admissions.
+        preemptions: number of preemptions by kind: `pause`, `recompute` and `swap`.
+        loaded_tokens: prompt tokens that were loaded from tiers at first admissions.
         ttft_s, tpot_s, e2e_s, queue_s: distributions in seconds.
-        simulated_s: from the first arrival to the last end.
-        throughput_tokens_s: generated tokens a second.
-        goodput: requests a second that met their SLO; None where none was expected.
-        slo_met: their share of all that had one.
-        bill: what an API that caches prompts would have charged; None without prices.
+        simulated_s: seconds from the first arrival to the last end.
+        throughput_tokens_s: generated tokens per second.
+        goodput: requests per second that met their SLO; None without SLOs.
+        slo_met: share of the requests with an SLO that met it; None without SLOs.
+        bill: the bill of an API that caches prompts; None without prices.
     """
 
     config: dict[str, Any]
@@ -124,20 +124,21 @@ BY_HAND = (
 )
 
 FREE_REQUESTS, BYTES_OF_REQUEST = 1 << 16, 16
-"""Requests that any trace may have, and the bytes of the file for each more: one takes 1 kB."""
+"""Requests that every trace may have, and the bytes of the file that each further one needs: a
+request takes 1 kB of memory."""
 
 
 class Recorded:
     """Rebuilds the request log of a run from the lines of its trace.
 
     Args:
-        reader: of the trace; named in errors.
+        reader: the reader of the trace, which errors name.
         header: its first line.
-        slo: what is expected for requests that bring no SLO of their own.
-        log: what is added to; None: a new one.
+        slo: the SLO of requests that have none of their own.
+        log: the log to which requests are added; None: a new one.
 
     Attributes:
-        log, stats: as those of a run. Without a clock a request ends when it is closed.
+        log, stats: those of the run. Without a clock a request ends when it is closed.
         evicted: blocks that left the cache, for room or because they expired.
     """
 
@@ -182,19 +183,19 @@ class Recorded:
         """Apply a line after HEADER. O(1), or O(keys) of a request.
 
         Raises:
-            InputError: it is of no run that can be made again.
-            TraceError: a request that cannot be.
+            InputError: the trace is of no run that can be made again.
+            TraceError: a request is not valid.
         """
         take = self._take.get(event.event)
         if take is not None:
             take(event)
 
     def job(self, request: int | str) -> Job | None:
-        """Return the job of a request that has not ended; None: there is none."""
+        """Return the job of a request that has not ended; None if there is none."""
         return self._jobs.get(request)
 
     def hand_over(self, request: int | str) -> Job:
-        """Return the job of a request that goes on elsewhere, and forget it."""
+        """Remove and return the job of a request that continues on another replica."""
         return self._jobs.pop(request)
 
     def _request(self, event: events.Request) -> None:
@@ -290,10 +291,10 @@ class Recorded:
 class RecordedLives:
     """Rebuilds the request log of a cluster from the lines of its trace.
 
-    Args: as of `Recorded`.
+    Args: those of `Recorded`.
 
     Attributes:
-        log: of all requests; of one that was served again its last time.
+        log: the log of all requests; of a request that was served again, its last time.
     """
 
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
@@ -303,9 +304,10 @@ class RecordedLives:
         self._placed = Replicas(header)
         self._reader, self._slo = reader, slo
         self._lives = [[self._make(own)] for own in self._placed.headers]
-        # What was turned away by the router is of a server that got nothing else.
+        # The requests that the router rejected are those of a server without other requests.
         self._refused = self._make(header)
-        # Of split phases: where a request is prefilled, and its job there once that is done.
+        # With split phases, the replica that prefills a request, and its job there when that is
+        # done.
         self._prefills: dict[int | str, Recorded] = {}
         self._prefilled: dict[int | str, Job] = {}
 
@@ -326,7 +328,7 @@ class RecordedLives:
         """Apply a line. O(1), or O(keys) of a request.
 
         Raises:
-            TraceError: a request that cannot be.
+            TraceError: a request is not valid.
         """
         if event.event == "HEADER":
             return
@@ -342,16 +344,16 @@ class RecordedLives:
                 return
             if getattr(event, "leg", None) == "prefill":
                 self._prefills[event.request] = life  # type: ignore[attr-defined]
-            # It came when it came to the cluster, not to the replica.
+            # It arrived when it came to the cluster, not when it came to the replica.
             life.take(request if event.event == "ROUTE" and request else line)
         elif event.event == "REJECT" and request:
             self._refused.take(request)
             self._refused.take(event)
 
     def _hands_over(self, life: Recorded, event: events.Finish) -> bool:
-        """Return True if the request that ends there goes on elsewhere.
+        """Return True if the request that ends on a replica continues on another one.
 
-        Where it goes on it is the request that was prefilled.
+        Where it continues, its job takes over the times and counts of the prefill.
         """
         name = event.request
         if self._prefills.get(name) is life:
@@ -371,9 +373,9 @@ class RecordedLives:
 def bill_trace(
     file: str | os.PathLike[str], price: PriceModel | str, tick: Tick = unseen
 ) -> Bills:
-    """Return what an API would have charged for the requests of a trace, with its hits too.
+    """Return the bills of an API for the requests of a trace, also with the hits of its run.
 
-    `tick` is called with the bytes of the file that are done.
+    `tick` is called with the bytes of the file that have been read.
 
     Raises:
         InputError: an unknown price, or a trace of calls that were made by hand.
@@ -389,12 +391,11 @@ def bill_trace(
 def recorded_run(
     file: str | os.PathLike[str], tick: Tick = unseen, replica: int | str | None = None
 ) -> RunSummary:
-    """Return the summary of a recorded run, whose trace is checked line by line.
+    """Return the summary of a recorded run; its trace is checked line by line.
 
-    Of a cluster it is that of all requests, or of those of a `replica`.
-
-    Its configuration is that of the header, and it is judged by the SLO there. `tick` is
-    called with the bytes of the file that are done.
+    The summary of a cluster is over all requests, or over those of a `replica`. Its
+    configuration and its SLO are those of the header. `tick` is called with the bytes of the
+    file that have been read.
 
     Raises:
         InputError: the file cannot be opened, or is a trace of calls that were made by hand.

@@ -1,11 +1,11 @@
-"""Compare routers: hits and latency of replicas, against one cache of all their memory."""
+"""Comparison of routers: hits and latency of replicas, beside one cache of all their memory."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -17,7 +17,7 @@ from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.config.cluster import ClusterParts
-from kvcore.config.options import replicas_text
+from kvcore.config.options import ReplicaChoices, replicas_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
@@ -28,9 +28,6 @@ from kvcore.workloads import Workload, check_keys
 
 if TYPE_CHECKING:
     from os import PathLike
-
-Fleet: TypeAlias = int | Sequence[Mapping[str, Any]]
-"""Replicas of a cluster: how many, or tables of options with a `count` each."""
 
 COLUMNS = {
     "hit_ratio": "reuse_ratio_token",
@@ -44,7 +41,7 @@ COLUMNS = {
     "rejected": "rejected",
     "saturated": "saturated",
 }
-"""The attributes of a row, and the columns of a sweep that they are."""
+"""Attributes of a row, and the columns of a sweep from which they come."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,17 +49,18 @@ class RouterRow:
     """A workload on replicas under one router.
 
     Attributes:
-        replicas: how many, or as `replicas_text` writes unlike ones.
+        replicas: their number; the text of `replicas_text` if they differ.
         router: name and options.
         hit_ratio: share of the prompt tokens that hit, in a pool or a tier below it.
-        share_of_optimum: that over what the optimum hits in one cache; None: it hits nothing.
+        share_of_optimum: `hit_ratio` divided by that of the optimum in one cache; None if the
+            optimum hits nothing.
         imbalance_requests, imbalance_busy: requests, and busy time, of the replica with the
-            most, over the mean.
-        ttft_mean_s, ttft_p99_s, tpot_p99_s: s; None without any.
-        goodput: requests a second that meet their SLO.
-        slo_met: share of the requests that do.
-        rejected: requests that were turned away.
-        saturated: whether requests queued up for as long as they came; None: unknown.
+            most, divided by the mean.
+        ttft_mean_s, ttft_p99_s, tpot_p99_s: seconds; None without a value.
+        goodput: requests per second that meet their SLO.
+        slo_met: share of the requests that meet their SLO.
+        rejected: number of rejected requests.
+        saturated: whether the queue grew as long as requests arrived; None: unknown.
     """
 
     replicas: int | str
@@ -84,15 +82,17 @@ class RouterRow:
 class SharedCache:
     """Hits of one cache that has the memory of all replicas.
 
-    Serial and untimed: requests come one after another, and what one has computed the next
-    one finds. A bound for routers where requests come in this order too; under a clock they
+    Serial and untimed: requests come one after another, and each finds the blocks of those
+    before it. That bounds routers if requests are served in this order too; under a clock they
     overlap, and running ones take room.
 
     Attributes:
-        replicas: as in a row.
-        blocks: of the cache; those of tiers included.
-        hit_ratio: share of the prompt tokens that hit, with the eviction that replicas have.
-        optimum: with Belady's rule; None where that is no bound, as under a retention policy.
+        replicas: the same as in `RouterRow`.
+        blocks: blocks of the cache, including those of tiers.
+        hit_ratio: share of the prompt tokens that hit, with the eviction policy of the
+        replicas.
+        optimum: the same share with Belady's rule; None if that is no bound, as with a
+            retention policy.
     """
 
     replicas: int | str
@@ -106,10 +106,10 @@ class RouterComparison(Shown):
     """The result of `compare_routers`.
 
     Attributes:
-        workload: what was served.
-        config: what was run, as `kvcore simulate --json` has it, of the first replicas.
-        view: what routers know of caches.
-        rows: for each number of replicas its routers, as they were asked for.
+        workload: the workload that was served.
+        config: the configuration of the first cluster, in the form of `kvcore simulate --json`.
+        view: the knowledge that routers have of the replicas' caches.
+        rows: for each number of replicas, one per router in the order of the arguments.
         shared: one cache for each number of replicas.
     """
 
@@ -132,7 +132,7 @@ class RouterComparison(Shown):
 def compare_routers(
     workload: str | PathLike[str] | Spec | Workload = "mooncake",
     routers: str | Iterable[Any] | None = None,
-    replicas: int | Iterable[Fleet] | Sequence[Mapping[str, Any]] = 8,
+    replicas: Iterable[ReplicaChoices] | ReplicaChoices = 8,
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -144,28 +144,28 @@ def compare_routers(
 
     Args:
         workload: a plugin's name with options, the path of a file, or a workload.
-        routers: names with options (one text may hold several) or classes; None: all that are
-            installed.
-        replicas: how many; several numbers make a cluster each, and so does a list of tables
-            of options, with a `count` each.
-        executor: where simulations run; None: one after another in this process. Others need
-            routers that are installed.
-        progress: is told how many simulations are done; None: nobody is.
+        routers: names with options (one text may hold several) or classes; None: all installed
+            routers.
+        replicas: their number; several numbers make a cluster each, and so does a list of
+            tables of options, with a `count` each.
+        executor: runs the simulations; None: one after another in this process. Any other
+            executor needs routers that are installed.
+        progress: shows the number of simulations that are done; None: no progress.
         options: options of `RunConfig`, such as `tensor_parallel`, `view`, `fail`.
 
     Raises:
-        InputError: no router, or an option or workload that cannot be.
-        PluginError: a plugin that cannot work here, or a simulation that failed.
+        InputError: no router, or an option or workload that is not valid.
+        PluginError: a plugin cannot be used here, or a simulation failed.
     """
     if routers is None:
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):
         routers = parse(routers)
-    fleets: list[Any] = [replicas] if isinstance(replicas, int) else list(replicas)
-    if all(isinstance(each, Mapping) for each in fleets):
-        fleets = [fleets]
+    clusters: list[Any] = [replicas] if isinstance(replicas, int | str) else list(replicas)
+    if all(isinstance(each, Mapping) for each in clusters):
+        clusters = [clusters]
     one = {name: [value] for name, value in options.items()}
-    grid = Grid("simulate", workload=workload, replicas=fleets, router=[*routers], **one)
+    grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
     plan = Plan.of(grid)
     shares = _Shares(plan)
     results = {}
@@ -222,9 +222,9 @@ class _Shares:
     """Hits of one cache with the memory of all replicas, for each cluster of a plan.
 
     Attributes:
-        parts: those of each cluster, by its replicas.
+        parts: the parts of each cluster, by its replicas.
         source: the workload.
-        config: what is run.
+        config: the configuration of the first cluster.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -243,7 +243,7 @@ class _Shares:
         self._futures: dict[int, tuple[Future, array[int], array[int], int]] = {}
 
     def __iter__(self) -> Iterator[tuple[int | str, SharedCache]]:
-        """Yield the cluster, and what one cache hits."""
+        """Yield the replicas of each cluster, and the hits of one cache for them."""
         for text, parts in self.parts.items():
             blocks = sum(each.blocks + each.tier_blocks for each in parts.members)
             cache = self._cache(parts, blocks)
@@ -276,14 +276,17 @@ class _Shares:
         future, shareable, limits, tokens = self._futures[size]
         hits = array("i", bytes(4 * len(shareable)))
         runs = future.starts, future.wanted, future.ends
-        # Tiers keep nothing of a prompt that need not stay.
+        # With tiers the blocks of a prompt need not stay in the pool.
         bypass = bool(parts.config.tier)
         belady(shareable, future.lengths, *runs, blocks, bypass, hits)
         return sum(map(min, hits, limits)) * size / tokens if tokens else None
 
     @staticmethod
     def _read(workload: Workload, size: int) -> tuple[Future, array[int], array[int], int]:
-        """Return the future of a workload, and of each request what may be shared, and hit."""
+        """Return the future of a workload, and by request the blocks that can be shared or hit.
+
+        The last item is the number of prompt tokens.
+        """
         layout = BlockLayout("tokens", size, workload.key_tokens)
         shareable, limits, tokens = array("i"), array("i"), 0
 

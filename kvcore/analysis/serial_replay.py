@@ -23,24 +23,21 @@ def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
 def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     """Open, commit and close each of `requests` at its time of arrival; yield its sequence.
 
-    What tiers below the cache hold, and the pool does not, is loaded at once: without a clock
-    a link has no queue, and whatever is loaded is loaded in no time. A tier with `load=never`
-    is looked up and not used.
+    Blocks that miss in the pool and are in a tier below it are loaded, unless the tier has
+    `load=never`. A load costs nothing and takes no time: without a clock a link has no queue.
+    Nothing is loaded for a request longer than the pool.
 
-    A request longer than the pool keeps its leading blocks: it is opened with as many as
-    the pool has, while its lookups are those of the whole request. O(spans touched) a
+    A request longer than the pool keeps its leading blocks: it is opened with as many blocks as
+    the pool has, while its lookups are those of the whole request. O(spans touched) per
     request.
 
-    What is in tiers below the cache is loaded, whatever that costs, and is there at once; for a
-    request longer than the pool nothing is.
-
-    An eviction policy whose `lookahead` is n is told of the next n requests as if they
-    waited: before a request is opened, it and the n after it are awaited, in the order in
-    which they come; once it is closed it is not. So many are read ahead.
+    `on_queued` of the eviction policy is called as if the next requests waited: if the
+    policy's `lookahead` is n, a request and the n after it are queued before it is opened, in
+    their order, and it is dequeued when it is closed. n requests are read ahead.
 
     Raises:
-        InputError: a request that cannot be read, or whose keys the cache was not made for;
-            or two of one id are awaited at once.
+        InputError: a request cannot be read, or has keys that the cache was not made for; or
+            two queued requests have the same id.
         PolicyError: the eviction policy failed.
     """
     size = cache.geometry.block_size
@@ -70,13 +67,13 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
 
 
 def _computing(tokens: int, context: int) -> int:
-    """Return the time to prefill `tokens` tokens: the fewer, the better."""
+    """Return the time to prefill `tokens` tokens, in no unit: fewer tokens take less time."""
     del context
     return tokens
 
 
 def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]:
-    """Yield `requests`, calling `on_queued` of the policy as far ahead as its lookahead."""
+    """Yield `requests`; call `on_queued` of the policy for each, as far ahead as it looks."""
     eviction = cache.eviction
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
     reach = None if eviction.lookahead is None else min(eviction.lookahead, MOST_BLOCKS) + 1

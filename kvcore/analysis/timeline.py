@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from kvcore.trace import events
 
 NEVER = -1
-"""The time of what did not happen, and the index of no request."""
+"""The time of an event that did not happen, and the row of no request."""
 
 UNSTEPPED = frozenset({"REQUEST", "REJECT", "PREFETCH", "OFFLOAD", "LOAD", "DROP", "END"})
-"""Lines that can come while a step runs."""
+"""Events that can occur while a step runs."""
 
 
 class Kind(IntEnum):
@@ -60,12 +60,14 @@ class Requests:
     """The requests of a trace, one row a REQUEST line, in their order.
 
     Attributes:
-        ids: as the trace has them.
-        arrival, admitted, first_token, finish: times in ns; -1: it did not happen. Without a
-            clock no first token is recorded, and a request finishes when it is closed.
-        prompt, output: tokens; of output those asked for, or once finished those generated.
-        lookup, hit: blocks that its first admission looked up and hit.
-        rejected: why the request of a row was turned away.
+        ids: ids of the requests.
+        arrival, admitted, first_token, finish: times in ns; -1 if the event did not happen.
+            Without a clock no first token is recorded, and a request finishes when it is
+            closed.
+        prompt, output: tokens of the prompt, and of the output: those requested, and once the
+            request has finished those generated.
+        lookup, hit: blocks that the first admission looked up and hit.
+        rejected: by row, the reason why a request was rejected.
     """
 
     ids: list[int | str] = attrs.field(factory=list)
@@ -101,16 +103,16 @@ class Phases:
     """The phases of the requests of a trace, one row per phase, in order of their start.
 
     The phases of a request follow one another without gaps from its arrival to its finish;
-    those that last no time are left out. A phase under way when the trace ends, ends there.
-    No line says when a preempted request has computed again what it had: taken for it is the
-    COMMIT of the last block that it can share, its next ALLOC or, where it hits all those
-    blocks, the end of the next step of which there is a line.
+    those that last no time are left out. A phase that lasts when the trace ends, ends there.
+    No event marks the time at which a preempted request has recomputed its tokens. It is taken
+    to be the COMMIT of the last block that the request can share, its next ALLOC or, if it hits
+    all those blocks, the end of the next step that has an event.
 
     Attributes:
         request: rows of `Requests`.
         kind: values of `Kind`.
         start, end: times in ns.
-        requester: row of the request for whose sake one was preempted; -1: nobody's.
+        requester: row of the request that caused a preemption; -1: there is none.
     """
 
     request: array[int] = attrs.field(factory=_numbers)
@@ -129,7 +131,7 @@ class Phases:
             yield (request, Kind(kind), *rest)
 
     def lasting(self) -> Phases:
-        """Return the phases that last some time."""
+        """Return the phases that end after they start."""
         lasts = [end > start for start, end in zip(self.start, self.end, strict=True)]
         columns = attrs.astuple(self, recurse=False)
         return Phases(*(array(old.typecode, compress(old, lasts)) for old in columns))
@@ -137,13 +139,13 @@ class Phases:
 
 @attrs.define(eq=False)
 class Chunks:
-    """The ends of parts of prefills, as far as COMMIT lines show them, in order of time.
+    """The ends of the chunks of prefills, as far as COMMIT events show them, in order of time.
 
-    A step that completes no block that can be shared leaves no line.
+    A step that completes no block that can be shared has no such event.
 
     Attributes:
         request: rows of `Requests`.
-        time: in ns.
+        time: times in ns.
     """
 
     request: array[int] = attrs.field(factory=_numbers)
@@ -155,26 +157,26 @@ class Chunks:
 
 
 GAUGES = ("free", "cached", "private", "waiting", "running")
-"""Columns of a `Series` that go up and down."""
+"""Columns of a `Series` whose values rise and fall."""
 
 _COLUMNS = 2 + 2 * len(GAUGES)
-"""Rows that stand for a bucket at most: its first and last, and two extremes a gauge."""
+"""The most rows of a bucket: its first and last, and two extremes per gauge."""
 
 
 @attrs.define(eq=False)
 class Series:
-    """A pool and its queue over time: one row for each time at which a trace has lines.
+    """A pool and its queue over time: one row for each time at which a trace has events.
 
-    A row has the state after the last line of its time, which holds up to the next row.
+    A row has the state after the last event of its time, which holds up to the next row.
 
     Attributes:
-        time: in ns.
+        time: times in ns.
         free, cached, private: blocks; their sum is the pool.
-        waiting: requests that queue up, were preempted or are paused.
-        running: requests that were admitted, those that wait for a tier among them.
-        lookup_blocks, hit_blocks: those of first admissions so far.
-        evicted_blocks: that left the cache so far, by capacity or expiry.
-        tiers: slots in use by the name of the tier, nearest first.
+        waiting: requests that are queued, were preempted or are paused.
+        running: requests that are admitted, including those that wait for a load from a tier.
+        lookup_blocks, hit_blocks: lookups and hits of first admissions so far.
+        evicted_blocks: blocks that left the cache so far, for room or because they expired.
+        tiers: slots in use, by the name of the tier, nearest first.
     """
 
     time: array[int] = attrs.field(factory=_times)
@@ -193,10 +195,10 @@ class Series:
         return len(self.time)
 
     def thinned(self, points: int) -> Series:
-        """Return at most `points` rows, and no fewer than 12, of the same visible shape.
+        """Return at most `points` rows, and no fewer than 12, that draw the same shape.
 
-        Time is cut into equal buckets. Of each the first and the last row are kept, and those
-        in which a gauge is lowest or highest: so no peak of blocks, tiers' apart, or of
+        Time is divided into equal buckets. In each the first and the last row are kept, and
+        those in which a gauge is lowest or highest: so no peak of the pool's blocks or of
         requests is lost, and cumulative counts are those of the times that are kept.
         Costs O(rows).
         """
@@ -229,10 +231,10 @@ class Series:
         return Series(**{name: pick(getattr(self, name)) for name in names}, tiers=tiers)
 
     def hit_ratio(self, window_ns: int | None = None) -> array[float]:
-        """Return the share of blocks that hit, of those looked up, at each row.
+        """Return, for each row, the share of the looked-up blocks that hit.
 
-        Counted are the admissions of the `window_ns` up to the row's time, that one included;
-        None: of all times so far. NaN where nothing was looked up. Costs O(rows).
+        It counts admissions in the `window_ns` up to and including the time of the row; None:
+        in all time before. NaN if nothing was looked up. Costs O(rows).
         """
         lookups, hits = self.lookup_blocks, self.hit_blocks
         ratios = array("d")
@@ -249,11 +251,12 @@ class Timeline:
     """The events of a trace by time, in columns; all times are in ns.
 
     Attributes:
-        source: the path of the trace.
-        header: its first line, as JSON has it.
-        complete: whether it has its END; if not, `cut_reason` says where it stops.
-        lines: how many were read, HEADER and END included.
-        begin, end: the time of the first line after HEADER, and of the last.
+        source: path of the trace.
+        header: its first line as a JSON object.
+        complete: whether the trace has its END.
+        cut_reason: where an incomplete trace stops.
+        lines: number of lines that were read, HEADER and END included.
+        begin, end: times of the first line after HEADER, and of the last one.
         requests, phases, chunks, series: the columns.
     """
 
@@ -279,18 +282,20 @@ class Timeline:
     ) -> Timeline:
         """Return the timeline of a trace of any mode, which may be cut.
 
-        A file is trusted if its digest is right: `kvcore.trace.check_trace` says whether what
-        it holds could have happened. One pass, O(lines); memory some 60 bytes a distinct
-        time, 100 a request and 30 a phase, besides that of `CacheState`.
+        A file with a right digest is trusted: `kvcore.trace.check_trace` checks whether its
+        events are possible. One pass, O(lines); about 60 bytes of memory per distinct time, 100
+        per request and 30 per phase, besides `CacheState`.
 
         Args:
             file: the trace.
-            replica: of a cluster, its number, and that of its life, as `1:2`, if it failed.
-            tick: called with the bytes of the file that are done.
+            replica: the number of a replica of a cluster, with that of its life if it failed
+                (`1:2`).
+            tick: called with the bytes of the file that have been read.
 
         Raises:
             InputError: the file cannot be opened.
-            TraceError: it has no HEADER, a line is damaged or contradicts what came before.
+            TraceError: the file has no HEADER, or a line is damaged or contradicts earlier
+            ones.
         """
         reader = ServerReader(file, replica)
         builder = reader.feed(TimelineBuilder, tick)
@@ -314,8 +319,8 @@ class TimelineBuilder:
     """Makes a timeline while the events of a trace are read.
 
     Attributes:
-        state: the cache, rebuilt.
-        waiting, running, evicted_blocks: as the last row of the series will have them.
+        state: the state of the cache, rebuilt.
+        waiting, running, evicted_blocks: the values of the next row of the series.
         requests, phases, chunks, series: the columns so far.
     """
 
@@ -331,14 +336,14 @@ class TimelineBuilder:
         self._now: int | None = None
         self._start = header.t
         self._rows: dict[int | str, int] = {}
-        # Of each open sequence the row of its request; and how many of these a request has.
+        # By open sequence, the row of its request; by row, the number of open sequences.
         self._row_of: dict[int, int] = {}
         self._open = array("i")
-        # By request, the row of its phase under way, or -1; and what it did until its pause.
+        # By row, the row of its current phase, or -1; and its phase before a pause.
         self._phase = array("i")
         self._before: dict[int, Kind] = {}
-        # Requests that returned and hit all that they can share: no COMMIT will tell when
-        # the rest is computed, which mostly is at the end of the next step.
+        # Resumed requests that hit all blocks that they can share: no COMMIT will mark when the
+        # rest is computed, which mostly is the end of the next step.
         self._returned: list[int] = []
         self._take: dict[str, Callable[[Any], None]] = {
             name: getattr(self, f"_{name.lower()}")
@@ -353,7 +358,7 @@ class TimelineBuilder:
         """Apply the next event after HEADER.
 
         Raises:
-            ViolationError: the event names what is not there.
+            ViolationError: the event names a request, span or sequence that does not exist.
         """
         if event.t != self._now:
             if self._now is not None:
@@ -371,7 +376,7 @@ class TimelineBuilder:
                 raise ViolationError(msg) from error
 
     def end(self) -> None:
-        """Add the last row, and end the phases under way: no line follows."""
+        """Add the last row, and end the current phases: no event follows."""
         now = self._start if self._now is None else self._now
         self._add_row(now)
         for row in self._phase:
@@ -389,11 +394,12 @@ class TimelineBuilder:
         series.lookup_blocks.append(state.hits.lookup_blocks)
         series.hit_blocks.append(state.hits.hit_blocks)
         series.evicted_blocks.append(self.evicted_blocks)
-        for name, used in series.tiers.items():
-            used.append(state.tiers.levels[name].used)
+        if state.tiers is not None:
+            for name, level in state.tiers.levels.items():
+                series.tiers[name].append(level.used)
 
     def _doing(self, row: int) -> Kind | None:
-        """Return the phase under way of a request; None: it has none."""
+        """Return the current phase of a request; None if it has none."""
         phase = self._phase[row]
         return Kind(self.phases.kind[phase]) if phase >= 0 else None
 
@@ -436,7 +442,7 @@ class TimelineBuilder:
             requests.lookup[row] = self.state.requests[event.request].lookup
             requests.hit[row] = getattr(event, "blocks", 0)
         elif self._doing(row) is None:
-            # Without a clock a request can be opened again: it has not finished yet.
+            # Without a clock a request can be opened again: then it has not finished yet.
             self._begin(row, Kind.PREEMPTED, requests.finish[row])
             requests.finish[row] = NEVER
         self._begin(row, Kind.PREFILL, event.t)
@@ -446,7 +452,7 @@ class TimelineBuilder:
                 self._returned.append(row)
 
     def _step(self, now: int) -> None:
-        """Begin to decode the requests that returned before the step that ended at `now`."""
+        """Begin to decode requests that were resumed before the step that ended at `now`."""
         later = []
         for row in self._returned:
             if self._doing(row) is not Kind.PREFILL:

@@ -1,4 +1,4 @@
-"""Measured servers beside simulated ones: the errors of TTFT, TPOT and throughput."""
+"""Validation: simulated TTFT, TPOT and throughput against those of measured servers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvcore.serving import Result, simulate
 from kvcore.units import check_whole
 
 ROUNDS, SPREAD = 10, 0.2
-"""Requests of each client of a closed loop, and the share by which lengths vary."""
+"""Requests of each client of a closed loop, and the share by which their lengths vary."""
 
 REQUESTS = 1_000
 """Requests of an open loop."""
 
 GROUPS = ("model", "device", "engine", "tensor_parallel", "weights_dtype", "concurrency")
-"""By which rows are grouped, each for itself."""
+"""The columns by which rows are grouped, one after another."""
 
 
 @attrs.frozen
@@ -37,8 +37,8 @@ class Errors:
     """Relative errors of one measure over some rows: simulated / measured - 1.
 
     Attributes:
-        rows: how many rows these are.
-        signed: the median error; below 0 where the simulator's figure is too small.
+        rows: number of rows.
+        signed: the median error; below 0 if simulated values are too small.
         absolute, p90: the median and the 90th percentile of the absolute errors.
     """
 
@@ -49,7 +49,7 @@ class Errors:
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> Errors | None:
-        """Return the statistics of some errors; None without any."""
+        """Return the statistics of errors; None if there are none."""
         if not errors:
             return None
         absolute = sorted(map(abs, errors))
@@ -62,10 +62,10 @@ class Compared:
     """A measured row and its simulation.
 
     Attributes:
-        row: what was measured.
-        options: the options of `RunConfig` with which it was simulated, but for the workload.
-        config: the configuration that they are.
-        values: what the simulation has, by the names of `MEASURES`.
+        row: the measured row.
+        options: the options of `RunConfig` of its simulation, without the workload.
+        config: the configuration of its simulation.
+        values: the simulated values, by the names of `MEASURES`.
     """
 
     row: Measured
@@ -74,7 +74,7 @@ class Compared:
     values: Mapping[str, float]
 
     def error(self, measure: str) -> float | None:
-        """Return simulated / measured - 1; None if that was not measured."""
+        """Return simulated / measured - 1; None if one of the two is missing."""
         measured, simulated = self.row.values.get(measure), self.values.get(measure)
         return None if measured is None or simulated is None else simulated / measured - 1
 
@@ -86,7 +86,7 @@ class Validation:
     Attributes:
         source: the file.
         compared: the rows that were simulated, in the order of the file.
-        left_out: how many rows were not, by reason.
+        left_out: number of rows that were not simulated, by reason.
     """
 
     source: str
@@ -95,11 +95,11 @@ class Validation:
 
     @property
     def measures(self) -> list[str]:
-        """Those of `MEASURES` that any row has."""
+        """The `MEASURES` that at least one row has."""
         return [name for name in MEASURES if self.errors(name) is not None]
 
     def errors(self, measure: str, of: Iterable[Compared] | None = None) -> Errors | None:
-        """Return the errors of a measure over some rows (None: all); None without any."""
+        """Return the errors of a measure over rows (None: all rows); None without any."""
         found = (each.error(measure) for each in (self.compared if of is None else of))
         return Errors.of([error for error in found if error is not None])
 
@@ -112,7 +112,7 @@ class Validation:
         return dict(sorted(found.items(), key=_natural))
 
     def worst(self, measure: str, most: int = 5) -> list[Compared]:
-        """Return the rows that are furthest off in a measure."""
+        """Return the rows with the largest absolute errors of a measure, largest first."""
         off = {id(each): each.error(measure) for each in self.compared}
         rows = [each for each in self.compared if off[id(each)] is not None]
         return sorted(rows, key=lambda each: -abs(off[id(each)] or 0))[:most]
@@ -128,12 +128,12 @@ def validate(
     progress: Progress | None = None,
     **options: Any,
 ) -> Validation:
-    """Simulate each row of a file of measurements, and compare the two.
+    """Simulate each row of a file of measurements, and compare the simulation with the row.
 
-    A row with a `concurrency` is served as benchmarks do it: so many clients start together,
-    and each sends a request as soon as the one before is answered. A row with a `rate` gets
-    Poisson arrivals; of an infinite rate all requests are there at once. A row whose `engine`
-    is known is served by its rules (`like`). Costs some 15 ms a row.
+    A row with a `concurrency` is simulated as a closed loop: that number of clients start
+    together, and each sends a request as soon as the one before is answered. A row with a
+    `rate` has Poisson arrivals; at an infinite rate all requests arrive at once. A row with a
+    known `engine` is served by the rules of that engine (`like`). Costs about 15 ms per row.
 
     Arguments and errors are those of `kvcore.validate`.
     """
@@ -197,6 +197,6 @@ def _values(result: Result) -> dict[str, float]:
 
 
 def _natural(group: tuple[str, object]) -> tuple[bool, float, str]:
-    """Return what sorts numbers by size, before names."""
+    """Return the sort key of a group: numbers by size, then names."""
     name = group[0]
     return (False, float(name), "") if name.isdecimal() else (True, 0.0, name)

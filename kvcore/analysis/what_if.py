@@ -1,4 +1,4 @@
-"""What-if: the requests of a trace run again under other options, and compared."""
+"""What-if: run the requests of a trace again with other options, and compare both runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -20,7 +20,7 @@ from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins import Plugin, Plugins
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
@@ -35,7 +35,7 @@ from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
-    # And these where there are prices.
+    # The others are imported for clusters and prices.
     from kvcore.config.options import ReplicaChoices
     from kvcore.config.values import FailureChoices
     from kvcore.models.pricing import PriceModel
@@ -49,7 +49,7 @@ class RequestOutcome:
     Attributes:
         hit_tokens: prompt tokens that hit at first admission.
         ttft: ns to its first token; None without a clock, or where there was none.
-        rejected: whether it was turned away.
+        rejected: whether the request was rejected.
     """
 
     hit_tokens: int
@@ -68,8 +68,8 @@ class Change:
 
     Attributes:
         request: its id.
-        prompt: its prompt, in tokens.
-        recorded, rerun: what became of it.
+        prompt: tokens of its prompt.
+        recorded, rerun: its outcomes.
     """
 
     request: int | str
@@ -114,49 +114,49 @@ def _outcomes(log: RunLog) -> Iterator[tuple[int | str, RequestOutcome]]:
         yield name, RequestOutcome(hit, ttft, rejected=row in log.reasons)
 
 
-Told = Mapping[int | str, Sequence[Key]]
+RecordedKeys: TypeAlias = Mapping[int | str, Sequence[Key]]
 
 
-class TellingExecutor(SimulatedExecutor):
+class RecordedKeysExecutor(SimulatedExecutor):
     """Simulates steps and replays the recorded keys of generated blocks as they fill.
 
     Each step is run by itself, as on tensors.
 
     Args:
         latency: the latency model.
-        told: keys of generated blocks by request, in order.
+        keys: keys of generated blocks by request, in order.
     """
 
-    def __init__(self, latency: LatencyModel, told: Told) -> None:
+    def __init__(self, latency: LatencyModel, keys: RecordedKeys) -> None:
         super().__init__(latency)
         self.jumps = False
-        self._told = told
-        self._count = dict.fromkeys(told, 0)
+        self._keys = keys
+        self._count = dict.fromkeys(keys, 0)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
     ) -> StepResult:
-        """Return the time of the step, and the keys that become known with it."""
+        """Return the time of the step, and the keys of the blocks that it fills."""
         done = [job for job, tokens in chunks if job.computed + tokens == job.target]
         named = [(job, keys) for job in (*done, *decoding) if (keys := self._keys_of_next(job))]
         return super().run(work, chunks, decoding)._replace(named=named)
 
     def _keys_of_next(self, job: Job) -> Sequence[Key]:
-        """Return the keys of the blocks that are full with the next token of `job`."""
+        """Return the keys of the blocks that the next token of `job` fills."""
         request = job.request
-        if request.id not in self._told:
+        if request.id not in self._keys:
             return ()
         # The K/V of the last token is never computed.
         known = request.prompt_tokens + min(job.generated + 1, request.output_tokens - 1)
         full = known // request.key_tokens - request.prompt_tokens // request.key_tokens
-        keys = self._told[request.id][self._count[request.id] : full]
+        keys = self._keys[request.id][self._count[request.id] : full]
         if keys:
             self._count[request.id] = full
         return keys
 
 
 def as_text(request: Request) -> TextRequest:
-    """Return `request` as one whose generated keys become known while it runs."""
+    """Return `request` as one that publishes the keys it generates while it runs."""
     fields = {name: getattr(request, name) for name in _FIELDS}
     return TextRequest(**fields, tokens=(), publish=True)
 
@@ -172,14 +172,14 @@ class WhatIf(Shown):
     """The result of `whatif`: a recorded run, and the same requests run again.
 
     Attributes:
-        file: the trace.
+        file: path of the trace.
         header: its first line.
-        kvcore, here: the versions that wrote it and ran it again; two may differ in what
-            they decide.
-        workload: the name of its workload.
-        timed: whether there was a clock.
-        recorded, rerun: the two runs.
-        changes: the requests that fared differently, in the order in which they ended.
+        kvcore, here: the versions of kvcore that recorded the run and ran it again. Two
+            versions may decide differently.
+        workload: name of its workload.
+        timed: whether the run had a clock.
+        recorded, rerun: summaries of the two runs.
+        changes: the requests with different outcomes, in the order in which they ended.
     """
 
     file: str
@@ -193,7 +193,7 @@ class WhatIf(Shown):
     changes: list[Change]
 
     def to_frame(self) -> Any:
-        """Return a polars DataFrame of the requests that fared differently.
+        """Return a polars DataFrame of the requests with different outcomes.
 
         Raises:
             PluginError: polars is not installed.
@@ -265,60 +265,73 @@ def whatif(
 ) -> WhatIf:
     """Check a trace, run its requests again with other options, and compare the runs.
 
-    All that is not given is as the header has it, so that with nothing given the new run is
-    the recorded one, line by line. Requests of a session come when the one before has ended
-    and their client has thought, in the new run's own time. Costs about 15 us a line of the
-    trace, and the new run.
+    An option that is None keeps its value of the header: without options the new run equals
+    the recorded one, line by line. The requests of a session arrive when the one before has
+    ended and the client has thought, both in the time of the new run. Costs about 15 us per
+    line of the trace, and the new run.
 
     Args:
-        file: a trace of `kvcore compare`, or under the model's clock of `simulate` or `run`; or
-            the recording of an engine, whose calls are made again when it made them.
-        eviction: a plugin: a name with options (`"lfu:half_life=300"`), an instance, a
-            class, or a function that builds one.
-        prefix: likewise.
-        retention: likewise; `"none"`: nothing is forgotten.
-        scheduler: likewise.
-        latency: likewise.
-        drafter: likewise; `"none"`: a step gives one token a sequence.
-        tier: tiers below the pool, nearest first, each likewise; `"none"`: there are none.
-        blocks: of the pool.
-        block_size: tokens in a block; without `blocks`, in a pool of the same memory.
-        batching: caps of a step: a `Batching`, or those that differ (`{"max_seqs": 8}`).
-        slo: what is expected for requests that bring no SLO; `SLO()`: nothing. The recorded
-            run is judged by it too.
-        rate_scale: how many times as fast as in the workload open-loop requests arrive.
-        export: the file to write the trace of the new run to.
-        router: of a cluster, the plugin that picks the replica of a request.
-        replicas: how many there are, or tables of their options; a server's trace is then
-            run again by several such servers.
-        view: what the router knows of their caches.
-        fail: replicas that fail; `"none"`: none does.
+        file: a trace of `kvcore compare`, or a trace of `simulate` or `run` by the model's
+            clock; or the recording of an engine, whose calls are made again at their times.
+        eviction: the eviction policy: a name with options (`"lfu:half_life=300"`), an instance,
+            a class, or a function that builds one. All plugins are given in one of these ways.
+        prefix: the prefix cache.
+        retention: the retention policy; `"none"`: running requests drop no blocks.
+        scheduler: the scheduler.
+        latency: the latency model.
+        drafter: the drafter; `"none"`: a step generates one token per sequence.
+        tier: the tiers below the pool, nearest first; `"none"`: no tiers.
+        blocks: number of blocks in the pool.
+        block_size: tokens of a block; without `blocks`, the memory of the pool stays the same.
+        batching: the limits of a step: a `Batching`, or those that change (`{"max_seqs": 8}`).
+        slo: the SLO of requests that have none of their own; `SLO()`: no SLO. It judges the
+            recorded run as well.
+        rate_scale: speed at which open-loop requests arrive, as a multiple of the workload's.
+        export: the file to which the trace of the new run is written.
+        router: the plugin that picks the replica of a request in a cluster.
+        replicas: number of replicas, or tables of their options; the trace of one server is
+            then run again on several such servers.
+        view: the knowledge that the router has of the replicas' caches.
+        fail: the failures of replicas; `"none"`: no failure.
         autoscale: the planner that starts and stops replicas; `"none"`: all are up.
-        disaggregate: the pools of split phases; `"none"`: every replica does both.
+        disaggregate: the pools of prefill and decode replicas; `"none"`: each does both.
         price: the prices of an API that caches prompts, or their text; None: no bills.
-        plugins: where names are looked up; None: what is installed.
-        progress: is given the bytes of the trace that are checked, and then the requests that
-            have been run again; None: nothing is.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows the bytes of the trace that are checked, then the requests that have
+            been run again; None: no progress.
 
     Raises:
-        InputError: a trace that cannot be run again (wall clock, calls made by hand), parts
+        InputError: a trace that cannot be run again (wall clock, calls made by hand), options
             that do not fit one another or the trace, or an export over the trace itself.
-        PluginError: a plugin that is not installed, or cannot work here.
+        PluginError: a plugin is not installed, or cannot be used here.
         PolicyError: a plugin failed.
         TraceError: the trace is damaged, or cut.
     """
-    changes_asked: dict[str, Any] = {"eviction": eviction, "prefix": prefix}
-    changes_asked |= {"retention": retention, "scheduler": scheduler, "latency": latency}
-    changes_asked |= {"drafter": drafter}
-    changes_asked |= {"tier": tier}
-    changes_asked |= {"blocks": blocks, "block_size": block_size, "batching": batching}
-    changes_asked |= {"slo": slo, "rate_scale": rate_scale}
-    routing: dict[str, Any] = {"router": router, "replicas": replicas, "view": view}
-    routing |= {"fail": () if fail in NO_FAILURES else fail, "autoscale": autoscale}
-    routing |= {"disaggregate": disaggregate}
+    options = {
+        "eviction": eviction,
+        "prefix": prefix,
+        "retention": retention,
+        "scheduler": scheduler,
+        "latency": latency,
+        "drafter": drafter,
+        "tier": tier,
+        "blocks": blocks,
+        "block_size": block_size,
+        "batching": batching,
+        "slo": slo,
+        "rate_scale": rate_scale,
+    }
+    routing = {
+        "router": router,
+        "replicas": replicas,
+        "view": view,
+        "fail": () if fail in NO_FAILURES else fail,
+        "autoscale": autoscale,
+        "disaggregate": disaggregate,
+    }
     workload = TraceWorkload(file)
     header = workload.header
-    parts = _parts(workload, header, changes_asked, routing, plugins)
+    parts = _parts(workload, header, options, routing, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
     progress = progress or silent
@@ -357,17 +370,17 @@ def whatif(
 
 
 NO_FAILURES = ("none", ["none"], ("none",))
-"""What says of failures that there are none."""
+"""Values of `fail` that stand for no failure."""
 
 
 def _parts(
     workload: TraceWorkload,
     header: events.Header,
-    changes: dict[str, Any],
+    options: dict[str, Any],
     routing: dict[str, Any],
     plugins: Plugins | None,
 ) -> RecordedParts:
-    """Return the parts of the second run: of a cluster, or of one server."""
+    """Return the parts of the second run: those of a cluster, or of one server."""
     given = [name for name, value in routing.items() if value is not None]
     if header.replicas or routing["replicas"] is not None:
         from kvcore.config.cluster import RecordedCluster  # noqa: PLC0415 - of several
@@ -388,21 +401,33 @@ def _parts(
                 f"{workload.file} is the recording of one engine, whose calls are of one cache"
             )
             raise InputError(msg)
-        # Its steps took the time they took: there is no clock to run them by again.
+        # The times of its steps were measured: no latency model can run them again.
         fields["mode"] = "untimed"
         del fields["engine"]
-    return kind(workload.file, fields, workload, changes | routing, plugins)
+    return kind(workload.file, fields, workload, options | routing, plugins)
 
 
 def _rerun_of(
     parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
 ) -> _Rerun | _ClusterRerun:
-    """Return what runs the requests of a trace again."""
+    """Return the object that runs the requests of a trace again."""
     if parts.many:
         return _ClusterRerun(parts, trace, workload)
     if workload.header.engine:
         return _EngineRerun(parts, parts.cache(trace), workload)
     return _Rerun(parts, parts.cache(trace), workload)
+
+
+def _used(cache: KVCache, *others: Plugin | None) -> list[Plugin]:
+    """Return the plugins of a run: those of its cache, `others`, and its tiers."""
+    tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
+    plugins = (cache.eviction, cache.prefix, cache.retention, *others, *tiers)
+    return [plugin for plugin in plugins if plugin is not None]
+
+
+def _evicted(cache: KVCache) -> int:
+    """Return the number of blocks that left a cache, for room or because they expired."""
+    return cache.tree.evicted_blocks + cache.tree.expired_blocks
 
 
 class _ClusterRerun:
@@ -424,20 +449,11 @@ class _ClusterRerun:
 
     def summary(self, log: RunLog) -> RunSummary:
         """Return the summary of the second run."""
-        result = self._result
-        life, caches = result.lives[0][0], [each.cache for each in chain(*result.lives)]
-        cache, made = life.cache, self._parts
-        plugins = (
-            cache.eviction,
-            cache.prefix,
-            cache.retention,
-            made.scheduler(),
-            life.latency,
-        )
-        levels = () if cache.tiers is None else cache.tiers.levels
-        used = [*filter(None, plugins), *(level.tier for level in levels), result.router]
-        evicted = sum(c.tree.evicted_blocks + c.tree.expired_blocks for c in caches)
-        return RunSummary.of(made.rerun(used), log, result.stats, evicted, timed=True)
+        result, parts = self._result, self._parts
+        life = result.lives[0][0]
+        used = _used(life.cache, parts.scheduler(), life.latency, result.router)
+        evicted = sum(_evicted(each.cache) for each in chain(*result.lives))
+        return RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
 
 
 class _Rerun:
@@ -449,21 +465,21 @@ class _Rerun:
         self._drafter = None if parts.config.drafter is None else parts.built("drafter")
 
     def run(self, tick: Tick) -> RunLog:
-        """Serve every request: in the loop under the model's clock, or serially without one."""
-        told = self._workload.recorded_keys
+        """Serve every request: by the model's clock, or serially without a clock."""
+        keys = self._workload.recorded_keys
         requests = (
-            as_text(request) if request.id in told else request
+            as_text(request) if request.id in keys else request
             for request in ticked(self._workload, tick)
         )
         if self._server is None:
             return self._replayed(requests)
         scheduler, latency = self._server
         latency.bind()
-        executor = TellingExecutor(latency, told) if told else SimulatedExecutor(latency)
+        executor = RecordedKeysExecutor(latency, keys) if keys else SimulatedExecutor(latency)
         if drafter := self._drafter:
             from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
 
-            if told:
+            if keys:
                 msg = (
                     f"drafter {drafter.name!r} with texts that publish what they generate, "
                     "which a run alone knows: give drafter 'none'"
@@ -484,20 +500,9 @@ class _Rerun:
 
     def summary(self, log: RunLog) -> RunSummary:
         """Return the summary of the second run."""
-        cache, prefix = self._cache, self._cache.prefix
-        levels = () if cache.tiers is None else cache.tiers.levels
-        tiers = [level.tier for level in levels]
-        plugins = (
-            cache.eviction,
-            prefix,
-            cache.retention,
-            *(self._server or ()),
-            self._drafter,
-            *tiers,
-        )
-        evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
-        config = self._parts.rerun(filter(None, plugins))
-        return RunSummary.of(config, log, cache.stats, evicted, timed=self._parts.timed)
+        cache, parts = self._cache, self._parts
+        config = parts.rerun(_used(cache, *(self._server or ()), self._drafter))
+        return RunSummary.of(config, log, cache.stats, _evicted(cache), timed=parts.timed)
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
@@ -510,7 +515,7 @@ class _Rerun:
 
 
 class _EngineRerun(_Rerun):
-    """Makes the calls of an engine again, each when the engine made it."""
+    """Makes the calls of an engine again, each at the time of the recording."""
 
     def run(self, tick: Tick) -> RunLog:
         """Make all calls of the recording."""
@@ -522,10 +527,10 @@ class _Asked:
     """A request of the recording.
 
     Attributes:
-        request: with the keys of what it has generated so far.
+        request: the request, with the keys of the blocks that it has generated so far.
         job: its row in the log.
         resumed: whether it was admitted before.
-        preempted: whether its sequence closes next because it was preempted.
+        preempted: whether the next FREE of its sequence is due to a preemption.
     """
 
     request: Request
@@ -537,13 +542,14 @@ class _Asked:
 class _EngineCalls:
     """Makes the calls of a recording again: admissions, growth, commits and ends.
 
-    Each comes when it came in the engine, in the same order, whatever hits. So nothing is
-    assumed of how the engine would have scheduled with other hits, or how fast. Blocks that
-    the engine had lost are not lost here, and none is evicted before its room is needed.
+    Each call is made at its time in the engine and in the same order, whatever hits. So no
+    assumption is made about how the engine would have scheduled with other hits, or how fast.
+    Blocks that the engine had lost are not lost here, and no block is evicted before its room
+    is needed.
 
     Args:
         file: the recording.
-        cache: the cache, as large as the engine's or not.
+        cache: the cache; its size may differ from the engine's.
         tick: called with 1 for each request.
     """
 
@@ -601,7 +607,7 @@ class _EngineCalls:
         request = asked.request
         hit = event.blocks if event.event == "HIT" else 0  # type: ignore[union-attr]
         blocks = hit + allocated
-        # Of what it has computed before, the last token is computed again.
+        # A resumed request computes the last of its earlier tokens again.
         end = max(request.prompt_tokens, (blocks - 1) * size + 1)
         target = end if asked.resumed else None
         found = cache.match(request, event.t, target).blocks

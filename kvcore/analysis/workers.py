@@ -1,4 +1,4 @@
-"""Tasks on worker processes, which may die: what is missing then is run again."""
+"""Tasks on worker processes: a task whose worker dies is run again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvcore.errors import InputError, PluginError
 from kvcore.plugins import FAILURES
 
 ATTEMPTS = 3
-"""How often a task is begun whose worker dies: killed, or out of memory."""
+"""Number of times that a task is started if its worker dies: killed, or out of memory."""
 
 TaskT = TypeVar("TaskT")
 
 OutcomeT = TypeVar("OutcomeT")
 
 Work: TypeAlias = Callable[[], Callable[[TaskT], OutcomeT]]
-"""A function of a module, called once in each worker, that returns what does its tasks."""
+"""A function of a module, called once in each worker; returns the function of its tasks."""
 
 
 @attrs.frozen
@@ -37,13 +37,13 @@ class WorkerDied:
     """The outcome of a task whose workers died; its text names likely causes.
 
     Attributes:
-        ended: how the last worker ended: a signal or an exit code.
+        ended: the signal or the exit code with which the last worker ended.
     """
 
     ended: str
 
     def __str__(self) -> str:
-        """Return it as a reason."""
+        """Return the reason for which the task has no other outcome."""
         return (
             f"its worker died {ATTEMPTS} times, at last by {self.ended}: a crash, or more "
             "memory than there is (fewer --jobs need less)"
@@ -53,16 +53,16 @@ class WorkerDied:
 def work_all(
     work: Work[TaskT, OutcomeT], tasks: Iterable[TaskT], jobs: int
 ) -> Generator[tuple[TaskT, OutcomeT | WorkerDied]]:
-    """Yield each of `tasks` with its outcome, as they come.
+    """Yield each of `tasks` with its outcome, in the order in which they end.
 
-    When a worker dies, the tasks that were running are run again, each alone, so that the
-    one that kills is known; after a few deaths its outcome is `WorkerDied`. No process
-    outlives the generator, or its parent.
+    When a worker dies, the tasks that were running are run again, each alone, so that the task
+    that kills its worker is known; after `ATTEMPTS` deaths its outcome is `WorkerDied`. No
+    process outlives the generator, or its parent.
 
     Args:
-        work: what the workers do.
-        tasks: what can be sent to them. A deque is emptied, and may grow meanwhile.
-        jobs: how many processes there are at a time, at most.
+        work: makes the function of the tasks in each worker.
+        tasks: objects that can be pickled. A deque is emptied, and may grow meanwhile.
+        jobs: the most processes at a time.
     """
     waiting = queue_of(tasks)
     suspects: deque[tuple[int, TaskT]] = deque()
@@ -79,14 +79,21 @@ def work_all(
                     yield task, outcome
 
 
+def check_jobs(jobs: int) -> None:
+    """Raise InputError for a number of processes below 1."""
+    if jobs < 1:
+        msg = f"{jobs} jobs were asked for; give 1 or more"
+        raise InputError(msg)
+
+
 @attrs.frozen
 class Call(Generic[OutcomeT]):
     """A call of a function, in this process or another one.
 
     Attributes:
-        function: what is called; its parts can be sent if they can be pickled.
-        parts: what errors call these: `workload 'zipf' with policy 'lru'`.
-        name: what errors call the call: `the replay of zipf with 100 blocks`.
+        function: the function; another process needs it pickled.
+        parts: its parts in error messages: `workload 'zipf' with policy 'lru'`.
+        name: the call in error messages: `the replay of zipf with 100 blocks`.
     """
 
     function: Callable[[], OutcomeT]
@@ -95,15 +102,15 @@ class Call(Generic[OutcomeT]):
 
 
 def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, OutcomeT]]:
-    """Yield (place in `calls`, result) of each call, as they are done.
+    """Yield (place in `calls`, result) of each call, in the order in which they end.
 
-    With several `jobs` they run in so many processes, none of which outlives the generator,
-    and the functions are those of copies. What they come to is the same.
+    With several `jobs` the functions are copied to that number of processes, none of which
+    outlives the generator. The results are the same.
 
     Raises:
-        InputError: a function that cannot be sent to another process.
+        InputError: a function cannot be sent to another process.
         PluginError: the processes of a call died.
-        Exception: the first that a call has raised.
+        Exception: the first exception that a call has raised.
     """
     if jobs == 1 or len(calls) < 2:  # noqa: PLR2004
         for place, call in enumerate(calls):
@@ -121,7 +128,7 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
 
 
 def _packed(call: Call[Any]) -> bytes:
-    """Return what another process needs for a call."""
+    """Return the function of a call, pickled."""
     try:
         return pickle.dumps(call.function)
     except Exception as error:
@@ -152,7 +159,7 @@ def _called(task: tuple[int, bytes]) -> Any:
 
 
 def queue_of(tasks: Iterable[TaskT]) -> deque[TaskT]:
-    """Return a deque itself, so that tasks can be added to it; anything else as a deque."""
+    """Return `tasks` if it is a deque, so that tasks can be added to it; else a new deque."""
     return tasks if isinstance(tasks, deque) else deque(tasks)
 
 
@@ -200,7 +207,7 @@ class _Pool(Generic[TaskT, OutcomeT]):
 
     def _submit(self, task: TaskT) -> Future[OutcomeT]:
         before = set(active_children())
-        # Ctrl-C is for the parent alone: workers are born with the signal blocked.
+        # Ctrl-C is for the parent alone: workers start with the signal blocked.
         with _interrupts_delayed():
             try:
                 future: Future[OutcomeT] = self._executor.submit(_attempt, task)
@@ -209,9 +216,9 @@ class _Pool(Generic[TaskT, OutcomeT]):
         return future
 
     def _ended(self) -> str:
-        """Return how the first worker ended that was not ended by its pool."""
-        # The pool's thread waits for the workers; if this one did too, the one of the two that
-        # comes second would find no exit code, and the first may not have stored it yet.
+        """Return the signal or exit code of the first worker that its pool did not end."""
+        # The pool's thread waits for the workers. If this thread did too, the second of the two
+        # would find no exit code, and the first might not have stored it yet.
         self._executor.shutdown()
         codes = [process.exitcode or 0 for process in self._processes]
         # The pool terminates the others when one has died.
@@ -223,9 +230,9 @@ class _Pool(Generic[TaskT, OutcomeT]):
 def _interrupts_delayed() -> Iterator[None]:
     """Delay KeyboardInterrupt until the body ends; processes that it starts block SIGINT.
 
-    Where this thread blocks the signal, another thread gets it, and Python raises the exception
-    in the main thread all the same. While a worker starts, it would leave a worker that its
-    pool does not know of: this waits for a task, and the interpreter for its end, for ever.
+    If this thread blocks the signal, another thread gets it, and Python still raises the
+    exception in the main thread. Raised while a worker starts, it would leave a worker that is
+    not in its pool: that worker would wait for a task, and the interpreter for the worker.
     """
     caught: list[int] = []
     handler = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
@@ -243,13 +250,13 @@ def _interrupts_delayed() -> Iterator[None]:
 
 
 _attempts: list[Callable[[Any], Any]] = []
-"""What this process does with a task, if it is a worker."""
+"""The function that runs a task, if this process is a worker."""
 
 
 def _begin(work: Work[Any, Any]) -> None:
     """Make this process a worker."""
     Thread(target=_die_with_parent, daemon=True).start()
-    # What a plugin prints is no part of the parent's results.
+    # Output of plugins is no part of the parent's results.
     os.dup2(2, 1)
     _attempts.append(work())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import attrs
@@ -182,7 +181,7 @@ def compare(workload: str | None, **given: Any) -> None:
         labels = None if budget is None else budget.labels
         tiers = () if below is None else tuple(map(describe, below.tiers()))
         report = ComparisonReport(comparison, labels, prefix, recompute, tiers)
-        write_plot(partial(_plot, report))
+        write_plot(report.chart().plot)
     if as_json:
         document = _document(comparison)
         if budget is not None:
@@ -193,12 +192,6 @@ def compare(workload: str | None, **given: Any) -> None:
     elif prometheus != STDOUT:
         _print(report, budget, residency=given["residency"])
     print_notes(source)
-
-
-def _plot(report: ComparisonReport, form: str) -> bytes:
-    from kvcore.report.charts import comparison_chart  # noqa: PLC0415 - for plots alone
-
-    return comparison_chart(report).plot(form)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
@@ -45,7 +45,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.report import CurvesReport
-from kvcore.report.mrc import FORMS, matplotlib, plot
+from kvcore.report.figure import FORMS, matplotlib
 from kvcore.report.plane import PlaneReport
 from kvcore.workloads import Workload, part_of
 
@@ -154,8 +154,8 @@ def curve(workload: str | None, **given: Any) -> None:
         )
         report = CurvesReport(curves, layout)
         if file is not None:
-            _write(report, kind, file, plot)
-        write_plot(lambda form: plot(report, form))
+            _write(report, kind, file)
+        write_plot(report.plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
@@ -216,7 +216,7 @@ def _plane(
         )
         report = PlaneReport(found, layout)
         if file is not None:
-            _write(report, kind, file, lambda report, form: report.plot(form))
+            _write(report, kind, file)
         write_plot(report.plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
@@ -232,7 +232,7 @@ def _plane(
     print_notes(source)
 
 
-def _write(report: Any, kind: str, file: TextIO, draw: Callable[[Any, str], bytes]) -> None:
+def _write(report: CurvesReport | PlaneReport, kind: str, file: TextIO) -> None:
     """Write the files that options name."""
     if kind == "csv":
         report.write_csv(file)
@@ -240,7 +240,7 @@ def _write(report: Any, kind: str, file: TextIO, draw: Callable[[Any, str], byte
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         file.buffer.write(orjson.dumps({"schema": 1, **report.document()}, option=option))
     else:
-        file.buffer.write(draw(report, kind))
+        file.buffer.write(report.plot(kind))
 
 
 def _kind(out: Path | None) -> str:

@@ -181,7 +181,7 @@ def _billed(
         from kvcore.report.billing import PromptReport  # noqa: PLC0415 - as above
 
         report = PromptReport(found)
-        print_sections(*(report.sections if chosen is None else [report.told(chosen)]))
+        print_sections(*(report.sections if chosen is None else [report.about(chosen)]))
     print_notes(workload)
 
 

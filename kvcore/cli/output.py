@@ -317,7 +317,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     """Return the path of a plot, which can be drawn here as its name says."""
     path = file_path(ctx, param, value)
     if path is not None and not ctx.resilient_parsing:
-        from kvcore.report.mrc import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
+        from kvcore.report.figure import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
 
         if path.suffix[1:].lower() not in FORMS:
             flag, forms = param.opts[-1], " or .".join(FORMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
             with atomic_file(written) as file:
                 option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
                 file.buffer.write(orjson.dumps(document, option=option))
-            write_plot(partial(_plot, report))
+            write_plot(report.chart().plot)
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
         raise
@@ -162,9 +161,3 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         echo(f"kvcore: {note}", err=True)
     if found.best is None:
         ctx.exit(NONE_FOUND)
-
-
-def _plot(report: PlanReport, form: str) -> bytes:
-    from kvcore.report.charts import plan_chart  # noqa: PLC0415 - for plots alone
-
-    return plan_chart(report).plot(form)

@@ -21,7 +21,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.report.quality import QualityReport, plot
+from kvcore.report.quality import QualityReport
 
 RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
 
@@ -107,7 +107,7 @@ def quality(**given: Any) -> None:
                 **{name: given[name] for name in AS_GIVEN},
             )
         )
-        write(lambda form: plot(report, form))
+        write(report.plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
         return

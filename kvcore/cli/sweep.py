@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import click
@@ -26,7 +25,14 @@ from kvcore.cli.verb import Count, echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
-from kvcore.report.sweep import WRITERS, SweepReport, check_table, sweep_document, write_table
+from kvcore.report.sweep import (
+    WRITERS,
+    SweepReport,
+    chart_axis,
+    check_table,
+    sweep_document,
+    write_table,
+)
 from kvcore.report.tables import counted
 
 JOURNAL = "journal.jsonl"
@@ -91,7 +97,7 @@ def sweep(
         plan = Plan.of(source.grid)
     written = [journal, *tables, *([] if picture is None else [picture])]
     _refuse_overwrite(plan.grid, written)
-    draw = None if picture is None else _drawing(plan.grid, plot_axis)
+    axis = None if picture is None else chart_axis(plan.grid, plot_axis)
     if journal.name == JOURNAL:
         make_directory(journal.parent)
     try:
@@ -102,8 +108,8 @@ def sweep(
             result = run_sweep(plan, opened, executor=runner, progress=progress)
             for table in tables:
                 write_table(result, table)
-            if draw is not None:
-                write_plot(partial(draw, result))
+            if axis is not None:
+                write_plot(SweepReport(result).chart(axis).plot)
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise
@@ -114,18 +120,6 @@ def sweep(
     if result.failed:
         _report_failures(result)
         ctx.exit(FAILED)
-
-
-def _drawing(grid: Grid, asked: str | None) -> Callable[[Sweep, str], bytes]:
-    """Return what draws the result of a grid, over the axis that was asked for.
-
-    Raises:
-        InputError: it cannot be drawn over it.
-    """
-    from kvcore.report.charts import sweep_axis, sweep_chart  # noqa: PLC0415 - for plots alone
-
-    axis = sweep_axis(grid, asked)
-    return lambda result, form: sweep_chart(result, axis).plot(form)
 
 
 @contextmanager

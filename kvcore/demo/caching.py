@@ -31,8 +31,7 @@ from kvcore.engine import (
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
 from kvcore.models.spec import ModelSpec
-from kvcore.report.simulation import BARS
-from kvcore.report.tables import counted
+from kvcore.report.tables import BARS, counted
 from kvcore.request import Request, block_keys
 from kvcore.units import format_bytes, format_seconds
 

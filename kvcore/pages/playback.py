@@ -26,7 +26,7 @@ import attrs
 import orjson
 
 from kvcore.analysis import Explanation
-from kvcore.analysis.misses import MissClassifier
+from kvcore.analysis.miss_classifier import MissClassifier
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report import setup

@@ -1,4 +1,4 @@
-"""What a benchmark found, as sentences and tables."""
+"""Report on a benchmark: sentences and tables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ RIGHT = ("moved", "time", "rate", "share", "target")
 
 @attrs.frozen
 class BenchReport:
-    """A benchmark for people.
+    """The result of a benchmark as sentences and tables.
 
     Attributes:
-        result: what was measured.
+        result: the result.
     """
 
     result: BenchResult
 
     @property
     def machine(self) -> str:
-        """Return sentences that name the machine and the software."""
+        """Sentences that name the machine and the software."""
         of = self.result.machine
         packages = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
         lines = [
@@ -43,7 +43,7 @@ class BenchReport:
 
     @property
     def ceilings(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
-        """Return the table of what the memory can do."""
+        """Return the table of the rates of memory: headers, rows, and right-aligned headers."""
         rows = [
             [
                 each.name,
@@ -56,7 +56,7 @@ class BenchReport:
 
     @property
     def headers(self) -> Sequence[str]:
-        """Return the headers of the table of operations."""
+        """Headers of the table of operations."""
         shown = ("operation", "case", "by", *RIGHT, "result", "note")
         return (
             tuple(h for h in shown if h not in RIGHT) if self.result.settings.check else shown
@@ -64,18 +64,18 @@ class BenchReport:
 
     @property
     def rows(self) -> Iterator[Sequence[str]]:
-        """Return its rows."""
+        """Rows of the table of operations."""
         for row in self.result.rows:
             known = (row.operation, row.case, row.by)
-            told = _result(row), row.note
+            outcome = _result(row), row.note
             if self.result.settings.check:
-                yield (*known, *told)
+                yield (*known, *outcome)
                 continue
-            yield (*known, *_speed(row), *told)
+            yield (*known, *_speed(row), *outcome)
 
     @property
     def reading(self) -> str:
-        """Return sentences that sum it up."""
+        """Sentences that sum up the results."""
         rows, wrong = self.result.rows, self.result.wrong
         checked = [row for row in rows if row.correct is not None]
         lines = [f"{len(checked) - len(wrong)} of {len(checked)} checked results are right."]
@@ -135,7 +135,7 @@ def _result(row: Row) -> str:
 
 
 def _time(seconds: float, spread: float | None) -> str:
-    """Return a time, with half of what the same thing differs by."""
+    """Format a time, with half of the spread between two measurements of the same operation."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
             time = f"{seconds / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Bills as tables: prices that are known, runs, comparisons, and prompts that were not read."""
+"""Bills as tables: known prices, runs, comparisons, and prompts that were not read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from kvcore.analysis.prompt_misses import (
     UnreadTokens,
 )
 from kvcore.models.pricing import PriceModel
-from kvcore.report.tables import NONE, counted, named, share
+from kvcore.report.tables import Section, TableRow, cell, counted, named, share
 from kvcore.units import NS_PER_S, format_seconds
-
-TableRow = list[str]
-Section = str | tuple[TableRow, list[TableRow], TableRow]
 
 PRICE_HEADERS = ["price", "input", "cached", "write", "write, 1 h", "output", "caches", "read"]
 
@@ -29,35 +26,28 @@ BILLS = {
     "reported": "as the log reports",
     "run": "with this cache",
 }
-"""The bills of a workload, and what they are called."""
+"""The bills of a workload, and their names in tables."""
 
 KINDS = ("uncached", "read", "written", "written_1h", "output")
 
 
 def price_rows(prices: Iterable[PriceModel]) -> list[TableRow]:
-    """Return a row for each of `prices`, by `PRICE_HEADERS`: USD per million tokens."""
-    return [
-        [
-            price.name,
-            *(NONE if rate is None else f"{rate:g}" for rate in _figures(price)),
-            price.rule(),
-            f"{price.source}, {price.read}",
-        ]
-        for price in prices
-    ]
-
-
-def _figures(price: PriceModel) -> tuple[float | None, ...]:
-    return price.input, price.cached, price.write, price.write_1h, price.output
+    """Return a row for each of `prices`, under `PRICE_HEADERS`: USD per million tokens."""
+    rows = []
+    for price in prices:
+        rates = price.input, price.cached, price.write, price.write_1h, price.output
+        cells = (cell(rate, "{:g}".format) for rate in rates)
+        rows.append([price.name, *cells, price.rule(), f"{price.source}, {price.read}"])
+    return rows
 
 
 def dollars(usd: float) -> str:
-    """Format dollars, of less than one with four places."""
+    """Format dollars; less than one dollar has four decimals."""
     return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"
 
 
 def setup_of(price: PriceModel) -> str:
-    """Return a sentence: the prices, the rule, and where both were read."""
+    """Return a sentence with the prices, the rule, and the source of both."""
     names = ("input", "read", "written", "written for an hour", "output")
     rates = (
         f"{name} {rate:g}"
@@ -75,9 +65,9 @@ def setup_of(price: PriceModel) -> str:
 def bill_sections(
     bills: Mapping[str, Any], again: Mapping[str, Any] | None = None
 ) -> list[Section]:
-    """Return the table of the bills of a workload, as `Bills.as_dict` has them, and a sentence.
+    """Return a table of the bills from `Bills.as_dict()`, and a sentence about the prices.
 
-    Kinds of tokens that none of them has are left out. `again` is the bill of another run.
+    Kinds of tokens that no bill has are left out. `again` is the bill of another run.
     """
     called = {name: bills[key] for key, name in BILLS.items()} | {"what if": again}
     found = {name: bill for name, bill in called.items() if bill is not None}
@@ -92,11 +82,11 @@ def bill_sections(
 
 @attrs.frozen
 class ComparisonBill:
-    """The bill of an API whose cache were that of a row of a comparison.
+    """The bills of an API that has the cache of each row of a comparison.
 
     Attributes:
-        comparison: one that was made with prices.
-        memory: for pools given in bytes, what to call each size in blocks.
+        comparison: a comparison with prices.
+        memory: names of the pool sizes, by blocks, if the sizes were given in bytes.
     """
 
     comparison: Comparison
@@ -104,14 +94,14 @@ class ComparisonBill:
 
     @property
     def headers(self) -> TableRow:
-        """Headers of the table: one column a pool size."""
+        """Headers of the table: one column per pool size."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         names = (f"{size:,}" if self.memory is None else self.memory[size] for size in sizes)
         return ["bill in USD", *(f"{name:>5}" for name in names)]
 
     @property
     def rows(self) -> list[TableRow]:
-        """Rows of dollars: one per policy, and those that do not depend on the pool."""
+        """Rows of dollars: one per policy, and the bills that do not depend on the pool."""
         table: dict[str, TableRow] = {}
         for name, row in named(self.comparison.rows):
             assert row.bill is not None
@@ -125,7 +115,7 @@ class ComparisonBill:
 
     @property
     def reading(self) -> str:
-        """What the table says, and the prices."""
+        """Sentences about the table and the prices."""
         assert self.comparison.bills is not None
         return (
             "What the API would charge if its cache were this pool, with its prices, least "
@@ -135,7 +125,7 @@ class ComparisonBill:
 
 @attrs.frozen
 class PromptReport:
-    """Why prompts were not read from an API's cache, for people.
+    """Text about why an API did not read prompts from its cache.
 
     Attributes:
         found: the explanation.
@@ -164,7 +154,7 @@ class PromptReport:
 
     @property
     def headline(self) -> str:
-        """One sentence: how much was read."""
+        """A sentence: the tokens that were read."""
         prompts = self.found.prompts
         tokens, read = (sum(getattr(p, name) for p in prompts) for name in ("tokens", "read"))
         ratio = share(read / tokens if tokens else None)
@@ -177,7 +167,7 @@ class PromptReport:
 
     @property
     def rows(self) -> list[TableRow]:
-        """Rows of tokens by reason; reasons without any are left out."""
+        """Rows of tokens by reason; reasons without tokens are left out."""
         sums = self.found.sums()
         unread = sum(row["tokens"] for row in sums.values())
         return [
@@ -195,24 +185,24 @@ class PromptReport:
 
     @property
     def agreement(self) -> str:
-        """One sentence: how what the log reports compares with the API's rule."""
+        """A sentence that compares the reports of a log with the API's rule, if any."""
         if not self._reported:
             return ""
-        told = [p for p in self.found.prompts if p.reported is not None]
-        less = sum(any(u.reason == "evicted" for u in each.unread) for each in told)
-        more = sum(each.read > each.expected + each.expected // 10 for each in told)
-        expected = sum(each.expected for each in told)
+        reports = [p for p in self.found.prompts if p.reported is not None]
+        less = sum(any(u.reason == "evicted" for u in each.unread) for each in reports)
+        more = sum(each.read > each.expected + each.expected // 10 for each in reports)
+        expected = sum(each.expected for each in reports)
         return (
-            f"The rule reads {expected:,} tokens, the log {sum(p.read for p in told):,}. "
+            f"The rule reads {expected:,} tokens, the log {sum(p.read for p in reports):,}. "
             f"{counted(less, 'request')} read less than the rule says, {more:,} more, "
-            f"{len(told) - less - more:,} about as much."
+            f"{len(reports) - less - more:,} about as much."
         )
 
     @property
     def _reported(self) -> int:
         return sum(each.reported is not None for each in self.found.prompts)
 
-    def told(self, prompt: PromptReads) -> str:
+    def about(self, prompt: PromptReads) -> str:
         """Return the sentences about one prompt."""
         return "\n".join(self._lines(prompt))
 
@@ -231,7 +221,7 @@ class PromptReport:
 
 
 def _why(part: UnreadTokens) -> str:
-    """Return the reason, and the request and the place that it names."""
+    """Return the reason of unread tokens, with its request and its place."""
     text = f"{part.reason}, {REASONS[part.reason]}."
     if part.other is not None and part.gap_ns is not None:
         before = format_seconds(part.gap_ns / NS_PER_S)

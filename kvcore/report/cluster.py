@@ -1,4 +1,4 @@
-"""Report on a simulated cluster: its replicas, its results, and the load of each replica."""
+"""Report on a simulated cluster: its results, and the load of each replica."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore.report.simulation import SimulationReport, TableRow
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.simulation import SimulationReport
+from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.units import format_bytes, format_number, format_seconds
 
 MOST_ROWS = 16
-"""More replicas than these are told in groups."""
+"""The most replicas that have a row each; more are summed up in groups."""
 
 GROUPS = 8
-"""So many groups of replicas are told."""
+"""Number of groups of replicas."""
 
 
 @attrs.frozen
 class ClusterReport(SimulationReport):
-    """The summary of a cluster for people, the most important first."""
+    """The summary of a cluster as sentences and tables, the most important first."""
 
     headers: ClassVar[tuple[str, ...]] = (
         *("replica", "blocks", "requests", "busy", "mean TTFT", "token hits", "evicted"),
@@ -31,7 +31,7 @@ class ClusterReport(SimulationReport):
 
     @property
     def replicas(self) -> list[TableRow]:
-        """The rows of the table of replicas; of many, the means of groups of them."""
+        """Rows of the table of replicas; of many replicas, the means of groups."""
         replicas = self.summary["replicas"]
         if len(replicas) <= MOST_ROWS:
             return [_row(str(each["replica"]), [each]) for each in replicas]
@@ -44,27 +44,21 @@ class ClusterReport(SimulationReport):
 
     @property
     def reading(self) -> str:
-        """What groups are, and what became of replicas that failed or were stopped."""
+        """Sentences about groups, and about replicas that failed, started or stopped."""
         summary, lines = self.summary, []
         if len(summary["replicas"]) > MOST_ROWS:
             lines.append("Replicas by the time they were busy; figures are means of a group.")
         if changes := summary["changes"]:
-            starts = sum(each["up"] for each in changes)
+            starts, all_replicas = sum(each["up"] for each in changes), len(summary["replicas"])
             mean = summary["replica_s"] / summary["simulated_s"]
             lines.append(
-                f"The planner started {counted(starts, 'replica')} and stopped "
-                f"{len(changes) - starts:,}: of {len(summary['replicas']):,}, "
-                f"{format_number(mean)} were paid for in the mean."
+                f"The planner started or stopped a replica {counted(len(changes), 'time')}, "
+                f"{starts:,} of these were starts; in the mean {format_number(mean)} of "
+                f"{all_replicas:,} replicas were up ({share(mean / all_replicas)}). One that "
+                "stops loses its K/V."
             )
         failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
-        if summary["changes"]:
-            paid = summary["replica_s"] / (len(summary["replicas"]) * summary["simulated_s"])
-            lines.append(
-                f"The planner started or stopped a replica "
-                f"{counted(len(summary['changes']), 'time')}; in the mean {share(paid)} of "
-                "them were up. One that stops loses its K/V."
-            )
-        elif failed:
+        if failed:
             times = counted(sum(each["failures"] for each in summary["replicas"]), "time")
             which = ", ".join(map(str, failed[:GROUPS])) + (", ..." * (len(failed) > GROUPS))
             again = counted(summary["retried"], "request")
@@ -76,7 +70,7 @@ class ClusterReport(SimulationReport):
 
     @property
     def setup(self) -> str:
-        """All that was run, with every option."""
+        """A sentence with all options of the run."""
         pool = {"block_size": self.config["block_size"], "blocks": self._blocks}
         report = attrs.evolve(self, summary={**self.summary, "count": "tokens", "pool": pool})
         text = super(ClusterReport, report).setup.removesuffix(".")
@@ -141,7 +135,7 @@ class ClusterReport(SimulationReport):
 
 
 def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
-    """Return the row of a group of replicas: sums of failures, means of all else."""
+    """Return the row of a group of replicas: the sum of failures, the mean of other columns."""
 
     def mean(key: str) -> float | None:
         found = [each[key] for each in replicas if each[key] is not None]
@@ -156,7 +150,7 @@ def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
         f"{mean('blocks'):,.0f}",
         f"{mean('requests'):,.0f}",
         share(busy),
-        NONE if ttft is None else format_seconds(ttft),
+        cell(ttft, format_seconds),
         share(hit / looked if looked else None),
         f"{mean('evicted_blocks'):,.0f}",
         f"{sum(each['failures'] for each in replicas)}",

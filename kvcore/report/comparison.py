@@ -1,4 +1,4 @@
-"""A comparison for people: a table with a headline and sentences, and CSV."""
+"""Report on a comparison: a table with a headline and sentences, CSV, and a chart."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
+from kvcore.report.charts import TIERS, Chart, Panel, as_percent
 from kvcore.report.tables import counted, looked_up, named, option_texts, replay_setup
 
 CSV_COLUMNS = (
@@ -27,7 +28,7 @@ CSV_COLUMNS = (
 )
 
 WEIGHS_COST = "cost"
-"""The policy whose ranking depends on what a block costs to compute again."""
+"""The policy that ranks blocks by the cost of computing them again."""
 
 
 @attrs.frozen
@@ -35,11 +36,11 @@ class ComparisonReport:
     """A comparison as a table with a headline and sentences.
 
     Attributes:
-        comparison: what is reported.
-        memory: for pools given in bytes, what to call each size in blocks.
-        prefix: the prefix cache of the pools.
-        recompute: what it costs to compute a block again; None: not told.
-        tiers: the tiers below the pool, as `describe` says them.
+        comparison: the comparison.
+        memory: names of the pool sizes, by blocks, if the sizes were given in bytes.
+        prefix: name of the prefix cache of the pools.
+        recompute: the cost of computing a block again; None: it is not reported.
+        tiers: the tiers below the pool, from `describe`.
     """
 
     comparison: Comparison
@@ -50,7 +51,7 @@ class ComparisonReport:
 
     @property
     def headline(self) -> str:
-        """One sentence that says what the numbers of the table are."""
+        """Sentences about the workload and the numbers of the table."""
         source, infinite = self.comparison.workload, self.comparison.infinite
         by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
         if not infinite.lookup_blocks:
@@ -65,7 +66,7 @@ class ComparisonReport:
 
     @property
     def setup(self) -> str:
-        """What was run, but for what the rows say."""
+        """A sentence with the options of the comparison, without those of the rows."""
         found = self.comparison
         return replay_setup(
             found.workload,
@@ -77,18 +78,18 @@ class ComparisonReport:
 
     @property
     def empty(self) -> bool:
-        """True if nothing is looked up, so that the headline says everything."""
+        """True if nothing was looked up, so that there is nothing but the headline."""
         return not self.comparison.infinite.lookup_blocks
 
     @property
     def headers(self) -> list[str]:
-        """Headers of the table: one column a pool size."""
+        """Headers of the table: one column per pool size."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         return ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
 
     @property
     def rows(self) -> list[list[str]]:
-        """Rows of the table: one a policy, and one of the infinite cache."""
+        """Rows of the table: one per policy, and one of the infinite cache."""
         table: dict[str, list[str]] = {}
         for name, row in named(self.comparison.rows):
             table.setdefault(name, []).append(_cell(row))
@@ -100,7 +101,7 @@ class ComparisonReport:
 
     @property
     def reading(self) -> str:
-        """Sentences about what the table shows."""
+        """Sentences about the results in the table."""
         infinite = self.comparison.infinite
         if not infinite.hit_blocks:
             if self.prefix != SHARING:
@@ -116,6 +117,27 @@ class ComparisonReport:
         )
         return "\n".join(line for line in lines if line)
 
+    def chart(self) -> Chart:
+        """Return a chart of the share of blocks that hit, by the size of the pool."""
+        found, memory = self.comparison, self.memory
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, row in named(found.rows):
+            for suffix, ratios in (("", row.hit_ratio), (TIERS, row.reuse_ratio)):
+                if ratios is not None and ratios["block"] is not None:
+                    points = lines.setdefault(f"{name}{suffix}", [])
+                    points.append((row.blocks, ratios["block"]))
+        never = found.infinite.hit_ratio["block"]
+        bound = None if never is None else ("never evicts", never)
+        tokens = counted(found.rows[0].block_size, "token")
+        return Chart(
+            f"{found.workload.name}, {counted(found.workload.requests, 'request')}, "
+            f"{found.accounting} counting",
+            self.setup,
+            f"pool, blocks of {tokens}" if memory is None else "K/V memory of the pool",
+            [Panel("blocks looked up that hit", lines, as_percent, bound)],
+            lambda blocks: self._size(int(blocks)),
+        )
+
     @property
     def _ranked(self) -> bool:
         return any(row.share_of_optimum is not None for row in self.comparison.rows)
@@ -125,7 +147,7 @@ class ComparisonReport:
         return any(row.reuse_ratio is not None for row in self.comparison.rows)
 
     def _reuse_cell(self, row: Row) -> str:
-        """Return what the pool and the tiers had, and its share of the most they could have."""
+        """Return the hits of pool and tiers as a share of lookups, and of the most possible."""
         rows, reused = self.comparison.rows, row.reused_blocks
         most = {each.blocks: each.reused_blocks for each in rows if _is_optimum(each)}
         bound = None if _is_optimum(row) else most.get(row.blocks)
@@ -193,18 +215,17 @@ class ComparisonReport:
         for name, row in self._policies():
             rest = (text for text in option_texts(row.options) if text not in name)
             texts[row.eviction] = ", ".join(rest)
-        told = [f"{name} {text}" for name, text in texts.items() if text]
+        parts = [f"{name} {text}" for name, text in texts.items() if text]
         if WEIGHS_COST in texts and self.recompute is not None:
-            whose = f"{self.recompute.model} on {self.recompute.device}"
-            told.append(f"{WEIGHS_COST}: recompute cost of {whose}")
-        options = "; ".join(told)
-        return f"Options: {options}." if options else ""
+            deployment = f"{self.recompute.model} on {self.recompute.device}"
+            parts.append(f"{WEIGHS_COST}: recompute cost of {deployment}")
+        return f"Options: {'; '.join(parts)}." if parts else ""
 
 
 def write_csv(comparison: Comparison, file: TextIO) -> None:
     """Write the rows of a comparison as CSV with a header, ratios in full precision.
 
-    The options are one column, as JSON. An empty cell is no value.
+    The options are one column, as JSON. An empty cell is a missing value.
     """
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -222,7 +243,7 @@ def _is_optimum(row: Row) -> bool:
 
 
 def _reused(ratio: float | None, part: float | None) -> str:
-    """Return a hit ratio, and in brackets the share of the most there could be."""
+    """Format a hit ratio, and in brackets the share of the most possible hits."""
     text = f"{'-' if ratio is None else f'{ratio:.1%}':>5}"
     return text if part is None else f"{text} {f'({part:.0%})':>5}"
 

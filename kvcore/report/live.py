@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.analysis.timeline import TimelineBuilder
-from kvcore.report.tables import counted
+from kvcore.report.tables import bars, counted
 from kvcore.trace import CacheState, events
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 Line: TypeAlias = list[tuple[str, str]]
-"""Pieces of a line, each with what it shows: a part of the pool, or nothing in particular."""
+"""Pieces of a line, each with the part of the pool that it shows; empty for other text."""
 
 PARTS = {"private": "P", "shared": "S", "cached": "C", "free": "."}
-"""The parts of a pool, and their letters: blocks that one running sequence has, those that
-several may have and some do, those that none has now, and those that hold nothing."""
+"""The parts of a pool, and their letters: blocks of one running sequence, shared blocks that
+running sequences use, cached blocks that no sequence uses, and free blocks."""
 
-TOLD = {
+SHOWN = {
     *("REQUEST", "HIT", "MISS", "FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT"),
     *("LOAD_START", "EVICT"),
 }
-"""Events that are told in words; a MISS is if nothing hit before it."""
+"""Events that are shown in words; a MISS only if nothing hit before it."""
 
-SPARKS = "▁▂▃▄▅▆▇█"
+WINDOW_S = 60
+"""Seconds of the trace over which rates and the hit ratio are counted; a sample for each."""
 
 WIDE = 72
-"""Columns from which on the letters of a bar are explained."""
+"""The least columns of a view that explains the letters of a bar."""
 
 TALL = 12
-"""Rows from which on the view says what it shows."""
+"""The least rows of a view with the names of the run and the last events."""
 
 
 class Sample(NamedTuple):
-    """Counts at one time, to compute rates and differences."""
+    """Counts at one time, from which rates and differences are computed."""
 
     time: int
     lookups: int
@@ -49,52 +49,49 @@ class Sample(NamedTuple):
 class LiveView:
     """The state of a trace that is being read, and its last seconds.
 
-    Memory is that of a timeline. An event costs about 15 µs, and `lines` O(spans).
+    Takes the memory of a timeline. An event costs about 15 µs, and `lines` O(spans).
 
     Args:
         header: the first line of the trace.
-        window_s: seconds of the trace over which rates and the hit ratio are counted.
 
     Attributes:
-        now: the time (ns) that is shown; `take` moves it to that of the event.
-        finished, rejected: requests that have ended so.
+        now: the time (ns) that is shown; `take` sets it to the time of the event.
+        finished, rejected: number of requests that have finished, and that were rejected.
     """
 
-    def __init__(self, header: events.Header, window_s: int = 60) -> None:
+    def __init__(self, header: events.Header) -> None:
         self.now = header.t
         self.finished = self.rejected = 0
         self._builder = TimelineBuilder(header)
         self._blocks = header.blocks
-        self._window_s = window_s
-        self._step = NS_PER_S * window_s // 60
         self._due: int | None = None
-        self._samples: deque[Sample] = deque(maxlen=61)
+        self._samples: deque[Sample] = deque(maxlen=WINDOW_S + 1)
         self._last: deque[events.Event] = deque(maxlen=200)
 
     def take(self, event: events.Event) -> None:
         """Apply the next event after the header.
 
         Raises:
-            ValueError: it does not follow from those before it.
+            ValueError: the event contradicts those before it.
         """
         if self._due is None:
             self._due = event.t
-        elif event.t - self._due > 61 * self._step:
-            self._due = event.t - 61 * self._step
+        # Samples before the window of this event would not be kept.
+        self._due = max(self._due, event.t - (WINDOW_S + 1) * NS_PER_S)
         while event.t >= self._due:
             self._samples.append(self._sample(self._due))
-            self._due += self._step
+            self._due += NS_PER_S
         self._builder.take(event)
         self.now = event.t
-        if event.event in TOLD and not getattr(event, "block", 0):
+        if event.event in SHOWN and not getattr(event, "block", 0):
             self._last.append(event)
         self.finished += event.event == "FINISH"
         self.rejected += event.event == "REJECT"
 
     def lines(self, width: int, height: int, progress: str) -> list[Line]:
-        """Return at most `height` lines, the most important first; `progress` is the top one.
+        """Return at most `height` lines, the most important first; `progress` is in the first.
 
-        The bar is as wide as `width`, other lines may be wider, to be cropped.
+        The bar is `width` columns wide; other lines may be wider, and are to be cropped.
         """
         now, pool = self._sample(self.now), self.pool()
         hits, total, rate = self._rates(now)
@@ -106,20 +103,25 @@ class LiveView:
         for (text, part), blocks in zip(explained, pool.values(), strict=True):
             legend += [(text, part), (f" {blocks / self._blocks:.0%}  ", "")]
         history = [*self._samples, now][-max(width - 10, 1) :]
+        most = max(each.running for each in history) or 1
         found: list[Line] = [
             [(f"{clock(self.now)}  {progress}", "")],
             self._bar(pool, width),
             legend,
             [(f"queue     waiting {self._builder.waiting:,}   running {now.running:,}", "")],
-            [(f"hits      last {self._window_s} s {hits}   in all {total}", "")],
+            [(f"hits      last {WINDOW_S} s {hits}   in all {total}", "")],
             [(f"evicted   {rate}   in all {now.evicted:,} blocks", "")],
-            [(f"occupied  {_spark([each.used for each in history], 1)}", "")],
-            [(f"running   {_spark([each.running for each in history])}", "")],
+            [(f"occupied  {bars(each.used for each in history)}", "")],
+            [(f"running   {bars(each.running / most for each in history)}", "")],
         ]
         if height >= TALL:
             found.insert(0, [(self._about(), "")])
             room = height - len(found) - 2
-            found += [[], [("last events", "")], *([(text, "")] for text in self.told(room))]
+            found += [
+                [],
+                [("last events", "")],
+                *([(text, "")] for text in self.last_events(room)),
+            ]
         return found[:height]
 
     def line(self) -> str:
@@ -129,7 +131,7 @@ class LiveView:
         pool = "  ".join(f"{part} {n / self._blocks:.0%}" for part, n in self.pool().items())
         return (
             f"{clock(self.now)}  {pool}  waiting {self._builder.waiting:,}  "
-            f"running {now.running:,}  hits {hits} ({self._window_s} s) {total}  evicted {rate}"
+            f"running {now.running:,}  hits {hits} ({WINDOW_S} s) {total}  evicted {rate}"
         )
 
     def pool(self) -> dict[str, int]:
@@ -139,8 +141,8 @@ class LiveView:
         counts = state.private, shared, state.cached - shared, state.free
         return dict(zip(PARTS, counts, strict=True))
 
-    def told(self, most: int) -> list[str]:
-        """Return the last events in words; events of one kind at one time are one entry."""
+    def last_events(self, most: int) -> list[str]:
+        """Return the last events in words; evictions at one time for one request are one."""
         texts = deque[str](maxlen=max(most, 0))
         for _, alike in groupby(self._last, key=_kind):
             *_, event = group = list(alike)
@@ -162,8 +164,8 @@ class LiveView:
         return Sample(time, *counts, used, builder.running)
 
     def _rates(self, now: Sample) -> tuple[str, str, str]:
-        """Return the hit ratio of the window and of all, and the evictions a second."""
-        begin = now.time - self._window_s * NS_PER_S
+        """Return the hit ratio of the window and of the run, and the evictions per second."""
+        begin = now.time - WINDOW_S * NS_PER_S
         before = next((each for each in self._samples if each.time >= begin), now)
         seconds = (now.time - before.time) / NS_PER_S
         evicted = now.evicted - before.evicted
@@ -218,7 +220,7 @@ def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
 
 
 def _kind(event: events.Event) -> object:
-    """Return the group of an event; consecutive events of a group are shown as one."""
+    """Return the group of an event; consecutive events of one group are shown as one."""
     together = isinstance(event, (events.Evict, events.Drop))
     return (event.t, getattr(event, "requester", None)) if together else event
 
@@ -233,11 +235,3 @@ def clock(time: int) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _spark(values: Sequence[float], most: float | None = None) -> str:
-    """Return a sparkline of values from 0 to `most`; None: to the highest of them."""
-    top = most or max(values) or 1
-    return "".join(
-        SPARKS[min(int(each / top * len(SPARKS)), len(SPARKS) - 1)] for each in values
-    )

@@ -1,4 +1,4 @@
-"""Miss reasons as text: one request in sentences, all requests in tables."""
+"""Reports on miss reasons: one request in sentences, all requests in tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
     Summary,
 )
-from kvcore.report.tables import counted
+from kvcore.report.tables import TableRow, counted
 from kvcore.units import NS_PER_S, format_seconds
 
 CAUSES = ("capacity", "policy")
@@ -33,16 +33,14 @@ SERIAL = (
 
 NO_KEYS = "no keys: there is nothing to look up. --accounting tokens counts all tokens."
 
-Row = list[str]
-
 
 @attrs.frozen
 class RequestReport:
-    """Text about one request: what it hit, and why the rest missed.
+    """Text about one request: its hit, and why the rest missed.
 
     Attributes:
-        explanation: of the trace.
-        reasons: of the request.
+        explanation: the explanation of the trace.
+        reasons: the misses of the request.
     """
 
     explanation: Explanation
@@ -69,7 +67,7 @@ class RequestReport:
         )
         alike = groupby(losses, key=lambda loss: (loss.category, loss.other, loss.tier))
         for _, run in alike:
-            yield f"- {self._told(list(run))}"
+            yield f"- {self._sentence(list(run))}"
         if any(loss.category in CAUSES for loss in losses):
             yield from _bound(self.explanation)
         yield from _cut(self.explanation)
@@ -91,7 +89,7 @@ class RequestReport:
             f"{reasons.seq}{place}.{again}"
         )
 
-    def _told(self, losses: list[MissSegment]) -> str:
+    def _sentence(self, losses: list[MissSegment]) -> str:
         """Return the sentence about adjacent segments that differ only in their evictions."""
         first, end = losses[0].first, losses[-1].end
         prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
@@ -123,7 +121,7 @@ class RequestReport:
         }[loss.category]
 
     def _evicted(self, losses: list[MissSegment]) -> str:
-        """Return the phrase about when and for which requests the blocks were evicted."""
+        """Return sentences about the time and the beneficiaries of the evictions."""
         now = self.reasons.admitted
         evictions = [loss.eviction for loss in losses if loss.eviction is not None]
         latest, earliest = evictions[0], evictions[-1]
@@ -150,7 +148,7 @@ class RequestReport:
         )
 
     def _in_tier(self, losses: list[MissSegment]) -> str:
-        """Return the sentence about blocks that a lower tier has."""
+        """Return the sentence about blocks that a lower tier holds."""
         loss, tier = losses[0], losses[0].tier
         prefill = format_seconds(sum(map(self.explanation.prefill_seconds, losses)))
         if loss.category == "unreadable":
@@ -168,7 +166,7 @@ class RequestReport:
         )
 
     def _dropped(self, losses: list[MissSegment]) -> str:
-        """Return the sentence about how evicted blocks left the last tier that had them."""
+        """Return the sentence about how evicted blocks left the last tier that held them."""
         drops = list(dict.fromkeys(loss.drop for loss in losses if loss.drop is not None))
         if not drops:
             return ""
@@ -184,22 +182,29 @@ class SummaryReport:
     """Tables of the missed tokens of a trace by reason, divergence point and request.
 
     Attributes:
-        explanation: of the trace.
-        summary: its sums.
+        explanation: the explanation of the trace.
+        summary: its summary.
     """
 
     explanation: Explanation
     summary: Summary
 
-    headers: ClassVar[Row] = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
-    place_headers: ClassVar[Row] = [
+    headers: ClassVar[TableRow] = [
+        "lost",
+        "tokens",
+        "of missed",
+        "prefill",
+        "stopped",
+        "because",
+    ]
+    place_headers: ClassVar[TableRow] = [
         "parting at token",
         "into prompt",
         "requests",
         "tokens",
         "such as",
     ]
-    request_headers: ClassVar[Row] = [
+    request_headers: ClassVar[TableRow] = [
         "request",
         "tokens it lost",
         "request ",
@@ -208,7 +213,7 @@ class SummaryReport:
 
     @property
     def headline(self) -> str:
-        """One sentence: which trace was explained, and how much hit."""
+        """Sentences about the trace and its hits."""
         explanation, summary = self.explanation, self.summary
         header = explanation.header
         hit = summary.hit_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
@@ -238,7 +243,7 @@ class SummaryReport:
         )
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """Rows of missed tokens by reason; reasons without misses are left out."""
         rows = []
         for name, lost in self.summary.categories.items():
@@ -253,7 +258,7 @@ class SummaryReport:
         return rows
 
     @property
-    def place_rows(self) -> list[Row]:
+    def place_rows(self) -> list[TableRow]:
         """Rows of the points at which most requests diverge."""
         return [
             [
@@ -269,8 +274,8 @@ class SummaryReport:
         ]
 
     @property
-    def request_rows(self) -> list[Row]:
-        """Rows of the requests that lost most to evictions, and that caused most evictions."""
+    def request_rows(self) -> list[TableRow]:
+        """Rows of the requests that lost most to evictions, and of those that caused most."""
         pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
         return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
 
@@ -279,7 +284,7 @@ class SummaryReport:
         """Sentences on how to read the numbers."""
         return "\n".join(self._notes())
 
-    def _row(self, name: str, lost: MissedTokens, because: str) -> Row:
+    def _row(self, name: str, lost: MissedTokens, because: str) -> TableRow:
         return [
             name,
             f"{lost.tokens:,}",
@@ -340,7 +345,7 @@ def _new(loss: MissSegment) -> str:
                 "text cannot be told, since keys depend on the salt."
             )
         return story
-    # Only what an earlier run has left in a tier is of no request.
+    # Only blocks that an earlier run left in a tier have no request.
     other = "an earlier run" if loss.other is None else f"request {loss.other}"
     if loss.way == "extends":
         return f"Goes on where {other} ends, as nobody did before."

@@ -1,21 +1,27 @@
-"""Miss-ratio curves as plots, tables and CSV."""
+"""Report on miss-ratio curves: tables, CSV, a JSON object, and a plot."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
-from math import ceil, floor, log10
+from math import ceil
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
 from kvcore.analysis import SHARING, Belady, Curves
-from kvcore.extras import import_extra
 from kvcore.models.memory import KVLayout
+from kvcore.report.figure import (
+    COLOURS,
+    GREY,
+    INK,
+    MARGIN,
+    MARKERS,
+    log_axis,
+    picture,
+)
 from kvcore.report.tables import (
     block_bytes,
     counted,
@@ -29,84 +35,13 @@ from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
 
-
-FORMS = ("png", "svg")
-
-# Okabe and Ito, "Color Universal Design", 2008: colour-blind people tell them apart too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-
-MARKERS = "osD^vP"
-
-INK, GREY, PALE = "#222222", "#666666", "#E4E4E4"
-
-INCHES, DPI = (7.2, 4.4), 200
-
-MARGIN = 1.08
-"""Room beside the smallest and the largest size, as a factor."""
 
 INSIDE, COLUMN = 7, 15
-"""Names that have room below the curves, and beside them in one column."""
+"""The most names in a legend below the curves, and in a column of one beside them."""
 
 DENSE = 600
-"""Points of the line of a curve that is known at every size."""
-
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    # A dollar in a name of a trace begins no formula.
-    "text.parse_math": False,
-    # Without a salt the names inside an SVG are random.
-    "svg.hashsalt": "kvcore",
-}
-
-
-def matplotlib() -> Any:
-    """Import matplotlib. Raises PluginError if it is not installed."""
-    return import_extra("matplotlib.figure", "a plot needs matplotlib", "lab")
-
-
-def plot(report: CurvesReport, form: str) -> bytes:
-    """Return a plot of the curves as `png` or `svg` bytes.
-
-    Curves that are known at every size are lines, others a point for each size. Below is the
-    pool as a share of the footprint, above it what that is in GiB or, without a layout, in
-    blocks. The same curves give the same bytes with the same matplotlib.
-
-    Raises:
-        PluginError: matplotlib is not installed.
-    """
-    return picture(form, lambda figure: draw(figure.add_subplot(), report))
-
-
-def picture(
-    form: str, fill: Callable[[Figure], None], inches: tuple[float, float] = INCHES
-) -> bytes:
-    """Return a figure of the house's style, which `fill` draws into, as `png` or `svg` bytes.
-
-    Raises:
-        PluginError: matplotlib is not installed.
-    """
-    module = matplotlib()
-    from matplotlib import rc_context  # noqa: PLC0415 - as above
-
-    file = io.BytesIO()
-    with rc_context(STYLE), warnings.catch_warnings():
-        # A name may be in any script: what the font lacks is a box.
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure = module.Figure(figsize=inches, layout="constrained")
-        fill(figure)
-        metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(file, format=form, dpi=DPI, metadata=metadata)
-    return file.getvalue()
+"""Number of points in the line of a curve that is known at every size."""
 
 
 def draw(axes: Axes, report: CurvesReport) -> None:
@@ -143,9 +78,7 @@ def draw(axes: Axes, report: CurvesReport) -> None:
     axes.set_ylim(0, 1.12 * bound or 1)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylabel("blocks looked up that hit")
-    axes.grid(color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=3)
+    axes.grid()
     _legend(axes, len(curves.curves))
     axes.set_title(_title(report), loc="left", fontsize="medium", pad=12)
     _scales(axes, report, footprint)
@@ -184,19 +117,8 @@ def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
         return amount / factor
 
     above = axes.secondary_xaxis("top", functions=(amount, share))
-    above.tick_params(length=3)
     above.spines["top"].set_visible(True)
     log_axis(above.xaxis, low * factor, high * factor, unit)
-
-
-def log_axis(axis: Axis, low: float, high: float, label: str, sign: str = "") -> None:
-    """Label a logarithmic axis, with ticks at 1 and 3 times the powers of ten."""
-    powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
-    inside = [tick for tick in ticks if low / MARGIN <= tick <= high * MARGIN]
-    axis.set_ticks(inside, [f"{tick:,.10g}{sign}" for tick in inside])
-    axis.set_ticks([], minor=True)
-    axis.set_label_text(label)
 
 
 def _title(report: CurvesReport) -> str:
@@ -226,8 +148,8 @@ class CurvesReport:
     """Curves as a table, CSV and a JSON object.
 
     Attributes:
-        curves: what is reported.
-        layout: what a block takes; None: sizes are told in blocks alone.
+        curves: the curves.
+        layout: the bytes of a block; None: sizes are reported in blocks alone.
     """
 
     curves: Curves
@@ -235,17 +157,17 @@ class CurvesReport:
 
     @property
     def headline(self) -> str:
-        """One sentence that says what the numbers are."""
+        """Sentences about the workload and the numbers."""
         curves, source = self.curves, self.curves.workload
         if self.empty:
             requests = counted(source.requests, "request")
             return f"{source.name}: {requests}.\nNothing in them has a key to look up."
-        told = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
-        return f"{told}\nThe share of these that hit, by the size of the pool."
+        lookups = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
+        return f"{lookups}\nThe share of these that hit, by the size of the pool."
 
     @property
     def setup(self) -> str:
-        """What was run."""
+        """A sentence with all options of the run."""
         curves, shared = self.curves, {"name": SHARING, "options": {}}
         policies = ", ".join(plugin_text(c.eviction, c.options) for c in curves.curves)
         return replay_setup(
@@ -257,12 +179,12 @@ class CurvesReport:
 
     @property
     def empty(self) -> bool:
-        """True if nothing is looked up, so that the headline says everything."""
+        """True if nothing was looked up, so that there is nothing but the headline."""
         return not self.curves.lookup_blocks
 
     @property
     def headers(self) -> list[str]:
-        """Headers of the table: the pool size, then one column a policy."""
+        """Headers of the table: the pool size, then one column per policy."""
         memory = [] if self.layout is None else ["memory"]
         return ["blocks", "of all", *memory, *self.names]
 
@@ -273,7 +195,7 @@ class CurvesReport:
 
     @property
     def rows(self) -> Iterator[list[str]]:
-        """Rows of the table: one a pool size."""
+        """Rows of the table: one per pool size."""
         curves = self.curves.curves
         for place, blocks in enumerate(curves[0].blocks):
             taken = self.bytes_of(blocks)
@@ -287,7 +209,7 @@ class CurvesReport:
 
     @property
     def reading(self) -> str:
-        """Sentences about what the table shows."""
+        """Sentences about the results in the table."""
         curves = self.curves
         text = (
             f"A cache that never evicts holds {counted(curves.distinct_blocks, 'block')} in "
@@ -333,9 +255,9 @@ class CurvesReport:
         return document
 
     def write_csv(self, file: TextIO) -> None:
-        """Write a row a policy and size, with a header; ratios in full precision.
+        """Write a row per policy and size, with a header; ratios in full precision.
 
-        The options are one column, as JSON. An empty cell is no value.
+        The options are one column, as JSON. An empty cell is a missing value.
         """
         curves = self.curves
         about = curves.workload.name, curves.accounting, curves.block_size
@@ -347,8 +269,20 @@ class CurvesReport:
                 found = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
                 writer.writerow([*about, *policy, *found])
 
+    def plot(self, form: str) -> bytes:
+        """Return a plot of the curves as `png` or `svg` bytes.
+
+        Curves that are known at every size are lines, others a point for each size. The axis
+        below is the pool as a share of the footprint; the one above is the pool in GiB or,
+        without a layout, in blocks. Equal curves give equal bytes with the same matplotlib.
+
+        Raises:
+            PluginError: matplotlib is not installed.
+        """
+        return picture(form, lambda figure: draw(figure.add_subplot(), self))
+
     def bytes_of(self, blocks: int) -> int | None:
-        """Return the bytes of `blocks` blocks; None if the block's bytes are not known."""
+        """Return the bytes of `blocks` blocks; None without a layout."""
         return None if self.layout is None else blocks * self.layout.bytes_per_block
 
 

@@ -1,4 +1,4 @@
-"""Results as a notebook shows them: a sentence, a table and, with matplotlib, a plot."""
+"""Results in a notebook: a sentence, a table and, with matplotlib, a plot."""
 
 from __future__ import annotations
 
@@ -16,28 +16,23 @@ from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
 from kvcore.cluster import ClusterResult
 from kvcore.errors import InputError, PluginError
-from kvcore.report import mrc, plots, quality
-from kvcore.report.charts import (
-    Chart,
-    Panel,
-    comparison_chart,
-    plan_chart,
-    sweep_axis,
-    sweep_chart,
-)
+from kvcore.report import plots
+from kvcore.report.charts import Chart, Panel
 from kvcore.report.comparison import ComparisonReport
 from kvcore.report.misses import SummaryReport
+from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import HEADERS, PlanReport
+from kvcore.report.quality import QualityReport
 from kvcore.report.routers import RoutersReport
 from kvcore.report.simulation import COLUMNS, TIMES
-from kvcore.report.sweep import SweepReport
+from kvcore.report.sweep import SweepReport, chart_axis
 from kvcore.report.tables import NONE, counted, share
 from kvcore.report.whatif import WhatIfReport
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
 
 ROWS, SIZES = 40, 16
-"""Rows of a table, and of one of curves, at most."""
+"""The most rows of a table, and of a table of curves."""
 
 PLOT = "max-width: 100%; width: 640px; background: white"
 
@@ -47,19 +42,19 @@ class View:
     """A result for a notebook.
 
     Attributes:
-        told: sentences above the table.
-        headers, rows: of the table.
-        plot: draws it as `svg`; None: there is nothing to draw.
+        text: sentences above the table.
+        headers, rows: headers and rows of the table.
+        plot: draws the result as `svg`; None: there is no plot.
     """
 
-    told: str
+    text: str
     headers: Sequence[str]
     rows: Iterable[Sequence[str]]
     plot: Callable[[str], bytes] | None = None
 
 
 def html(result: object) -> str:
-    """Return a result as HTML: all texts escaped, and the plot as a picture of its own."""
+    """Return a result as HTML: all texts escaped, and the plot as an image."""
     shown = view(result)
     rows = [list(map(str, row)) for row in shown.rows]
     head = _row("th", shown.headers)
@@ -67,8 +62,8 @@ def html(result: object) -> str:
     more = len(rows) - ROWS
     rest = f"<p>{counted(more, 'more row')}.</p>" if more > 0 else ""
     table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>" if rows else ""
-    told = "".join(f"<p>{escape(line)}</p>" for line in shown.told.splitlines())
-    return f"<div>{told}{table}{rest}{_picture(shown)}</div>"
+    text = "".join(f"<p>{escape(line)}</p>" for line in shown.text.splitlines())
+    return f"<div>{text}{table}{rest}{_picture(shown)}</div>"
 
 
 def _row(tag: str, cells: Iterable[str]) -> str:
@@ -90,13 +85,13 @@ def _picture(shown: View) -> str:
         data = b64encode(shown.plot("svg")).decode()
     except PluginError:
         return ""
-    # A picture of its own: what texts in it say is never taken for markup of the page.
+    # As an image: texts in it can never become markup of the page.
     return f'<img alt="plot" style="{PLOT}" src="data:image/svg+xml;base64,{data}">'
 
 
 @singledispatch
 def view(result: object) -> View:
-    """Return what a notebook shows of a result."""
+    """Return the view of a result in a notebook."""
     msg = f"there is no view of {type(result).__name__}"
     raise TypeError(msg)
 
@@ -104,41 +99,38 @@ def view(result: object) -> View:
 @view.register
 def _(result: Comparison) -> View:
     report = ComparisonReport(result)
-    chart = comparison_chart(report)
-    return View(
-        f"{report.headline}\n{'' if report.empty else report.reading}",
-        report.headers,
-        [] if report.empty else report.rows,
-        None if report.empty else _small(chart),
-    )
+    if report.empty:
+        return View(report.headline, [], [])
+    text = f"{report.headline}\n{report.reading}"
+    return View(text, report.headers, report.rows, _small(report.chart()))
 
 
 @view.register
 def _(result: Curves) -> View:
-    report = mrc.CurvesReport(result)
+    report = CurvesReport(result)
     if report.empty:
         return View(report.headline, [], [])
     headers, rows = report.headers, list(report.rows)
-    # So many sizes make a line, and a long table: some of them, with the last.
+    # The table has some of the sizes, the last one included.
     step = -(-len(rows) // SIZES)
-    return View(report.headline, headers, rows[::-step][::-1], lambda f: mrc.plot(report, f))
+    return View(report.headline, headers, rows[::-step][::-1], report.plot)
 
 
 @view.register
 def _(result: Sweep) -> View:
     report = SweepReport(result)
-    told = f"{report.headline}\n{report.reading}"
+    text = f"{report.headline}\n{report.reading}"
     try:
-        chart = sweep_chart(result, sweep_axis(result.grid, None))
+        chart = report.chart(chart_axis(result.grid, None))
     except InputError:  # no axis to draw it over, or several
-        return View(told, report.headers, report.rows)
-    return View(told, report.headers, report.rows, _small(chart))
+        return View(text, report.headers, report.rows)
+    return View(text, report.headers, report.rows, _small(chart))
 
 
 @view.register
 def _(result: FleetPlan) -> View:
     report = PlanReport(result)
-    plot = _small(plan_chart(report)) if result.options else None
+    plot = _small(report.chart()) if result.options else None
     return View(f"{report.headline}\n{report.limit}", HEADERS, report.rows, plot)
 
 
@@ -148,8 +140,8 @@ def _(result: WhatIf) -> View:
     runs = {"recorded": result.recorded, "what if": result.rerun}
     hits = {name: [(0.0, run.hit["ratio"]["block"] or 0.0)] for name, run in runs.items()}
     chart = Chart("", "", "", [Panel("blocks looked up that hit", hits, share)])
-    told = f"{report.headline}\n{report.verdict}"
-    return View(told, report.headers, report.rows, _small(chart))
+    text = f"{report.headline}\n{report.verdict}"
+    return View(text, report.headers, report.rows, _small(chart))
 
 
 @view.register
@@ -167,16 +159,16 @@ def _(result: Explanation) -> View:
 
 @view.register
 def _(result: Quality) -> View:
-    report = quality.QualityReport(result)
-    told = f"{report.headline}\n{report.reading}"
-    return View(told, report.headers, report.rows, lambda form: quality.plot(report, form))
+    report = QualityReport(result)
+    text = f"{report.headline}\n{report.reading}"
+    return View(text, report.headers, report.rows, report.plot)
 
 
 @view.register
 def _(result: RouterComparison) -> View:
     report = RoutersReport(result)
-    told = f"{report.headline}\n{report.reading}"
-    return View(told, report.headers, report.rows, _small(report.chart()))
+    text = f"{report.headline}\n{report.reading}"
+    return View(text, report.headers, report.rows, _small(report.chart()))
 
 
 @view.register
@@ -188,8 +180,10 @@ def _(result: Result | ClusterResult) -> View:
         (result.goodput, format_number, "requests/s within the SLO"),
         (hits.block, share, "of the blocks looked up hit"),
     ]
-    told = [f"{counted(requests, 'request')}, {rejected:,} rejected"]
-    told += [f"{text(value)} {what}" for value, text, what in quantities if value is not None]
+    parts = [f"{counted(requests, 'request')}, {rejected:,} rejected"]
+    for value, write, what in quantities:
+        if value is not None:
+            parts.append(f"{write(value)} {what}")
     rows = []
     for name, title in TIMES.items():
         times = getattr(result, name.removesuffix("_s"))
@@ -197,7 +191,10 @@ def _(result: Result | ClusterResult) -> View:
         rows.append([title, *(cells or [NONE] * len(COLUMNS))])
     found = plots.Latencies.of_result(result)
     return View(
-        f"{'; '.join(told)}.", ["time", *COLUMNS], rows, lambda form: plots.latency(found, form)
+        f"{'; '.join(parts)}.",
+        ["time", *COLUMNS],
+        rows,
+        lambda form: plots.latency(found, form),
     )
 
 

@@ -1,6 +1,6 @@
 """A trace in the trace-event format of Chrome, which Perfetto and chrome://tracing show.
 
-Format: "Trace Event Format", Google, 2016; what Perfetto reads of it: "Visualizing external
+Format: "Trace Event Format", Google, 2016; the part that Perfetto reads: "Visualizing external
 trace formats with Perfetto".
 """
 
@@ -29,38 +29,38 @@ from kvcore.trace.tiers import TracedTiers
 from kvcore.units import NS_PER_S
 
 MOST_TRACKS = 256
-"""Requests of a trace of which each has a track of its own; of more, tracks are shared."""
+"""The most requests of a trace that have a track each; more requests share tracks."""
 
 HIT_WINDOW_S = 60
-"""Seconds of the shorter one of the two hit ratios."""
+"""Seconds of the window of the second hit ratio."""
 
 REQUESTS, POOL, FIRST_TIER = 1, 2, 3
-"""Processes of the export; each tier has one."""
+"""Numbers of the processes of the export; each tier has one."""
 
 PROCESSES = 100
-"""From a process of one server to that of the next."""
+"""Distance between the processes of one server and those of the next."""
 
 FIRST_TRACK, TRACKS = 1000, 1_000_000
-"""Thread of the first request, and from there to that of the next server: Perfetto knows
+"""Thread of the first request, and distance to that of the next server: Perfetto identifies
 threads by their number alone."""
 
 TRANSFERS = events.Offload, events.LoadStart
-"""Lines that put blocks on the link of a tier."""
+"""Events that start a transfer over the link of a tier."""
 
 
 @attrs.define(eq=False)
 class PerfettoTrace:
     """A trace as a document of the trace-event format, in lines: an event each.
 
-    Each request is a slice from its arrival to its end, in which its phases lie, and in a
-    prefill its chunks. Each replica of a cluster has processes of its own, and so has each of
-    its lives. Times are µs with three decimals, which are the ns of the trace.
+    Each request is a slice from its arrival to its end; its phases are slices in it, and the
+    chunks of a prefill are slices in that. Each life of each replica of a cluster has processes
+    of its own. Times are µs with three decimals, which are the ns of the trace.
 
     Attributes:
         trace: the file.
-        tick: called with the bytes of the trace that are read.
+        tick: called with the bytes of the trace that have been read.
         requests, tracks, evictions: number of each that were yielded so far.
-        written: number of events that were.
+        written: number of events that were yielded so far.
     """
 
     trace: str | os.PathLike[str]
@@ -72,7 +72,7 @@ class PerfettoTrace:
     _header: dict[str, Any] = attrs.field(factory=dict, init=False)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the lines. Memory is that of a timeline, not of the document.
+        """Yield the lines. Takes the memory of a timeline, not of the document.
 
         Raises:
             InputError: the file cannot be opened.
@@ -94,8 +94,8 @@ class PerfettoTrace:
         yield orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)[1:]
 
     def _all(self) -> Iterator[bytes]:
-        """Yield all events: those of pools while the trace is read, then the others."""
-        servers: list[_ServerTracks] = []
+        """Yield all events: evictions and transfers during the reading, then the others."""
+        servers: dict[tuple[int, int], _ServerTracks] = {}
         reader = read_events(self.trace)
         take: Callable[[events.Event], Iterator[bytes]] | None = None
         for line in ticked(reader, self.tick):
@@ -105,43 +105,42 @@ class PerfettoTrace:
                     if line.replicas:
                         take = partial(_of_replica, Replicas(line), servers)
                     else:
-                        servers.append(_ServerTracks(TimelineBuilder(line)))
-                        yield from servers[0].named()
-                        take = servers[0].take
+                        servers[0, 1] = server = _ServerTracks(TimelineBuilder(line))
+                        yield from server.named()
+                        take = server.take
                 elif take is not None:
                     yield from take(line)
             except ValueError as error:
                 reader.fail(f"{line.event}: {error}")
         reader.require_complete()
-        for server in servers:
+        for server in servers.values():
             yield from server.rest()
             for name in ("requests", "tracks", "evictions"):
                 setattr(self, name, getattr(self, name) + getattr(server, name))
 
 
 def _of_replica(
-    replicas: Replicas, servers: list[_ServerTracks], line: events.Event
+    replicas: Replicas, servers: dict[tuple[int, int], _ServerTracks], line: events.Event
 ) -> Iterator[bytes]:
-    """Apply a line of a cluster to the replica that it is of; yield what that yields."""
+    """Apply a line of a cluster to its replica; yield the events of that replica.
+
+    `servers` has those of each replica and life so far.
+    """
     placed = replicas.place(line)
     if placed is None:
         if isinstance(line, events.End):
-            for server in servers:
+            for server in servers.values():
                 if server.up:
                     yield from server.take(line)
         return
     number, own = placed
-    name = f"replica {number}"
-    if replicas.lives[number] > 1:
-        name += f", life {replicas.lives[number]}"
-    found = [each for each in servers if each.name == name]
-    if found:
-        (server,) = found
-    else:
+    life = replicas.lives[number]
+    if (number, life) not in servers:
+        name = f"replica {number}" if life == 1 else f"replica {number}, life {life}"
         builder = TimelineBuilder(replicas.headers[number])
-        server = _ServerTracks(builder, len(servers), name)
-        servers.append(server)
-        yield from server.named()
+        servers[number, life] = _ServerTracks(builder, len(servers), name)
+        yield from servers[number, life].named()
+    server = servers[number, life]
     server.up = replicas.up[number]
     if own.event not in CHANGES:
         yield from server.take(own)
@@ -153,9 +152,9 @@ class _ServerTracks:
 
     Attributes:
         builder: makes its timeline.
-        number: which of the servers of the document it is.
-        name: what its processes are called first; empty: it is the only one.
-        up: whether it goes on until the end of the trace.
+        number: its place among the servers of the document, from 0.
+        name: the first part of the names of its processes; empty for a single server.
+        up: whether it runs until the end of the trace.
         requests, tracks, evictions: number of each that were yielded so far.
     """
 
@@ -179,7 +178,7 @@ class _ServerTracks:
             yield from _thread(pid, pid, "link")
 
     def take(self, line: events.Event) -> Iterator[bytes]:
-        """Apply a line; yield evictions, and transfers over the links of tiers."""
+        """Apply a line; yield its eviction, or its transfer over the link of a tier."""
         tiers = self.builder.state.tiers
         if tiers is not None and isinstance(line, TRANSFERS):
             yield from self._transfer(tiers, line)
@@ -190,7 +189,7 @@ class _ServerTracks:
             yield _eviction(self._pid(POOL), line)
 
     def rest(self) -> Iterator[bytes]:
-        """Yield the requests and counters, once all lines are taken."""
+        """Yield the requests and counters, after the last line."""
         self.builder.end()
         yield from self._request_tracks()
         yield from self._counters()
@@ -201,7 +200,7 @@ class _ServerTracks:
     def _transfer(
         self, tiers: TracedTiers, line: events.Offload | events.LoadStart
     ) -> Iterator[bytes]:
-        """Apply a line that puts blocks on the link of a tier; yield when they pass it."""
+        """Apply a line that starts a transfer; yield the transfer."""
         tier = tiers.tier(line.tier)
         start = max(tier.free_at, line.t)
         self.builder.take(line)
@@ -215,12 +214,12 @@ class _ServerTracks:
         }
         if tier.untimed:
             yield _event("i", pid, pid, line.t, name, args, s="t")
-        else:  # one after another: it begins when those before it have passed
+        else:  # The link carries one transfer after another.
             yield _event("B", pid, pid, start, name, args)
             yield _event("E", pid, pid, tier.free_at)
 
     def _request_tracks(self) -> Iterator[bytes]:
-        """Yield the slices of requests, one request after another."""
+        """Yield the slices of all requests, one request after another."""
         requests, phases = self.builder.requests, self.builder.phases.lasting()
         chunks, pid = self.builder.chunks, self._pid(REQUESTS)
         self.requests = len(requests)
@@ -275,7 +274,7 @@ class _ServerTracks:
         }
 
     def _counters(self) -> Iterator[bytes]:
-        """Yield the counters, each where it changes."""
+        """Yield the counters, one event per change."""
         series = self.builder.series
         blocks, queue = ["free", "cached", "private"], ["waiting", "running"]
         ratios = series.hit_ratio(), series.hit_ratio(HIT_WINDOW_S * NS_PER_S)
@@ -291,7 +290,7 @@ class _ServerTracks:
             pid = self._pid(process)
             shown: dict[str, float] = {}
             for time, *row in zip(series.time, *values, strict=True):
-                # A share of nothing is not a number.
+                # A hit ratio without lookups is no number.
                 args = {key: n for key, n in zip(names, row, strict=True) if not isnan(n)}
                 if args != shown:
                     shown = args
@@ -299,10 +298,10 @@ class _ServerTracks:
 
 
 class _Lanes:
-    """Tracks for requests: one each, or shared by requests that are not there at one time.
+    """Tracks for requests: one each, or shared by requests that do not overlap.
 
     Attributes:
-        shared: whether a track is taken again once its request has ended.
+        shared: whether a track is used again after its request has ended.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -312,7 +311,7 @@ class _Lanes:
         self._idle: list[int] = []
 
     def take(self, begin: int, end: int) -> tuple[int, bool]:
-        """Return the track of a request and whether it is new; the lowest that is idle."""
+        """Return the lowest idle track for a request, and whether the track is new."""
         while self.shared and self._busy and self._busy[0][0] <= begin:
             heappush(self._idle, heappop(self._busy)[1])
         new = not self._idle
@@ -323,7 +322,7 @@ class _Lanes:
 
 
 def _grouped(rows: array[int], count: int) -> Iterator[list[int]]:
-    """Yield, for each of `count` requests, the places in the column at which its row stands."""
+    """Yield, for each of `count` requests, the places of its row in the column `rows`."""
     places, at = sorted(range(len(rows)), key=rows.__getitem__), 0
     for row in range(count):
         begin = at
@@ -357,13 +356,13 @@ def _eviction(pid: int, line: events.Evict | events.Drop) -> bytes:
 
 
 def _process(pid: int, name: str) -> Iterator[bytes]:
-    """Yield the name of a process, and where it stands."""
+    """Yield the events that name a process and set its place."""
     yield _event("M", pid, pid, 0, "process_name", {"name": name})
     yield _event("M", pid, pid, 0, "process_sort_index", {"sort_index": pid})
 
 
 def _thread(pid: int, tid: int, name: str, order: int = 0) -> Iterator[bytes]:
-    """Yield the name of a track, and where it stands in its process."""
+    """Yield the events that name a track and set its place in the process."""
     yield _event("M", pid, tid, 0, "thread_name", {"name": name})
     yield _event("M", pid, tid, 0, "thread_sort_index", {"sort_index": order})
 
@@ -379,7 +378,7 @@ def _event(
 ) -> bytes:
     """Return an event at `time` ns as JSON.
 
-    Its time is written here: a float has too few digits for some.
+    The time is formatted here: a float has too few digits for some times.
     """
     begun = f'{{"ph":"{phase}","pid":{pid},"tid":{tid},"ts":{time // 1000}.{time % 1000:03d}'
     if name is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -10,9 +11,10 @@ from kvcore.analysis.fleet import Fleet
 from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.config.options import is_plain
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.charts import Chart, Panel, as_percent
+from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.trace.fields import version
-from kvcore.units import format_bytes, format_seconds
+from kvcore.units import BINARY, format_bytes, format_number, format_seconds
 
 HEADERS = (
     *("replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"),
@@ -20,7 +22,7 @@ HEADERS = (
 )
 
 SHOWN = 3
-"""How many policies are named that would do."""
+"""The most policies that are named as sufficient."""
 
 LIMITS = {
     "policy": "another policy does at this size",
@@ -29,7 +31,7 @@ LIMITS = {
     "compute": "no memory is enough",
     "none": "all that were tried do",
 }
-"""What each verdict means, in a few words."""
+"""The meaning of each verdict, in a few words."""
 
 
 @attrs.frozen
@@ -37,14 +39,14 @@ class PlanReport:
     """A plan as a table with sentences, and as a JSON object.
 
     Attributes:
-        plan: what is reported.
+        plan: the plan.
     """
 
     plan: FleetPlan
 
     @property
     def headline(self) -> str:
-        """What was asked for, and which fleet to take."""
+        """Sentences about the workload, the SLO and the best fleet."""
         plan, setup = self.plan, self.plan.setup
         asked = (
             f"{setup['workload']}: {counted(plan.requests, 'request')} to {setup['model']} on "
@@ -57,12 +59,12 @@ class PlanReport:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table, the fleet to take first."""
+        """Rows of the table, the best fleet first."""
         return [list(self._cells(option)) for option in self.plan.options]
 
     @property
     def limit(self) -> str:
-        """Why no smaller fleet does."""
+        """Sentences about why no smaller fleet meets the SLO."""
         limit = self.plan.limit
         text = f"Limit: {limit.verdict}: {LIMITS[limit.verdict]}."
         if limit.fleet is None:
@@ -81,15 +83,40 @@ class PlanReport:
 
     @property
     def closing(self) -> str:
-        """How it was found, and what all simulations have in common."""
+        """Sentences about the search, and the options that all simulations share."""
         setup = self.plan.setup
-        told = (name for name, value in setup.items() if value and not is_plain(name, value))
-        parts = [f"{name} {as_text(setup[name])}" for name in told]
+        names = (name for name, value in setup.items() if value and not is_plain(name, value))
+        parts = [f"{name} {as_text(setup[name])}" for name in names]
         return (
             "Sessions are divided among replicas by hash; busiest: the share of the prompt "
             "tokens that one replica gets.\n"
             f"Setup: kvcore {version()}; {'; '.join(parts)}."
         )
+
+    def chart(self) -> Chart:
+        """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
+        plan, setup = self.plan, self.plan.setup
+        fleets = {self.fleet(option.fleet): option for option in plan.options}
+
+        def bars(value: Callable[[Option], float]) -> dict[str, list[tuple[float, float]]]:
+            return {name: [(0, value(option))] for name, option in fleets.items()}
+
+        gib = BINARY["GiB"]
+        pools = bars(lambda each: each.pool_bytes * each.fleet.replicas / gib)
+        hosts = bars(lambda each: each.fleet.host_bytes * each.fleet.replicas / gib)
+        within = bars(lambda each: each.served.attainment)
+        asked = ("asked for", plan.percentile / 100)
+        panels = [
+            Panel("GPUs", bars(lambda each: each.fleet.gpus), "{:g}".format),
+            Panel("K/V memory in all, GiB", pools, format_number),
+            Panel("host RAM in all, GiB", hosts, format_number),
+            Panel("within the SLO", within, as_percent, asked),
+        ]
+        title = self.headline.splitlines()[-1]
+        if fleets:
+            requests = counted(plan.requests, "request")
+            title = f"Fleets for {setup['workload']}, {requests}, {setup['slo']}"
+        return Chart(title, self.closing, "", panels)
 
     def fleet(self, fleet: Fleet) -> str:
         """Return a fleet in words."""
@@ -151,7 +178,7 @@ class PlanReport:
             format_bytes(option.pool_bytes),
             format_bytes(fleet.host_bytes) if fleet.host_bytes else NONE,
             share(served.attainment),
-            *(NONE if time is None else format_seconds(time["p99"]) for time in times),
+            *(cell(time["p99"] if time else None, format_seconds) for time in times),
             share(served.hit_ratio),
             share(served.busiest),
         )

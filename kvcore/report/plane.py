@@ -1,4 +1,4 @@
-"""A plane of hits and saved prefill: as tables, a plot with contours, CSV and JSON."""
+"""Report on a plane of hits and saved prefill: tables, a plot with contours, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.models.memory import KVLayout
-from kvcore.report.mrc import INK, log_axis, picture
+from kvcore.report.figure import INK, log_axis, picture
 from kvcore.report.tables import block_bytes, looked_up, memory_fields, replay_setup, share
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INCHES = (10.5, 4.6)
 
 LEVELS = 8
-"""Contours, about."""
+"""About the number of contours."""
 
 COLUMNS = (
     *("workload", "block_size", "tier", "exact", "pool_blocks", "pool_bytes", "tier_blocks"),
@@ -33,11 +33,11 @@ COLUMNS = (
 
 @attrs.frozen
 class PlaneReport:
-    """A plane for people and programs.
+    """A plane as tables with sentences, CSV, a JSON object and a plot.
 
     Attributes:
-        plane: what is reported.
-        layout: what a block takes.
+        plane: the plane.
+        layout: the bytes of a block.
     """
 
     plane: Plane
@@ -45,22 +45,22 @@ class PlaneReport:
 
     @property
     def headline(self) -> str:
-        """What was looked up."""
+        """A sentence about the lookups of the workload."""
         plane = self.plane
         return looked_up(plane.workload, plane.lookup_blocks, plane.block_size, "keys")
 
     @property
     def below(self) -> str:
-        """What the tier is called: memory of the host, or its name."""
+        """The name of the tier in tables; that of host memory is `host RAM`."""
         return "host RAM" if self.plane.tier.name == "host" else self.plane.tier.name
 
     @property
     def headers(self) -> list[str]:
-        """The headers of both tables: the sizes of the pool."""
+        """Headers of both tables: the sizes of the pool."""
         return [f"{self.below} / pool", *map(self.size, self.plane.pools)]
 
     def rows(self, value: Callable[[PlanePoint], float]) -> list[list[str]]:
-        """Return a row for each size of the tier, with a share for each pool."""
+        """Return a row for each size of the tier, with the share `value` for each pool."""
         sizes = zip(self.plane.tiers, self.plane.points, strict=True)
         return [
             [self.size(blocks), *(share(value(point)) for point in points)]
@@ -69,7 +69,7 @@ class PlaneReport:
 
     @property
     def reading(self) -> str:
-        """What is to be known of the numbers."""
+        """Sentences on how the numbers were computed."""
         plane, never = self.plane, self.plane.hit_blocks / (self.plane.lookup_blocks or 1)
         how = (
             "The hierarchy was replayed at each point."
@@ -84,7 +84,7 @@ class PlaneReport:
 
     @property
     def setup(self) -> str:
-        """What was run."""
+        """A sentence with all options of the run."""
         plane = self.plane
         plugins = {
             "eviction": {"name": plane.eviction, "options": {}},
@@ -93,7 +93,7 @@ class PlaneReport:
         return replay_setup(plane.workload, plane.block_size, "keys", plugins=plugins)
 
     def size(self, blocks: int) -> str:
-        """Return blocks in bytes, for people."""
+        """Format a number of blocks as bytes."""
         return format_bytes(self._bytes(blocks)) if blocks else "none"
 
     def document(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class PlaneReport:
         }
 
     def write_csv(self, file: TextIO) -> None:
-        """Write a row a point, with a header; ratios in full precision."""
+        """Write a row per point, with a header; ratios in full precision."""
         plane = self.plane
         about = plane.workload.name, plane.block_size, plane.tier.name, plane.exact
         writer = csv.writer(file, lineterminator="\n")
@@ -153,12 +153,12 @@ class PlaneReport:
         figure.suptitle(f"{title}; {self.layout.model.name}, {self.layout.codec}", fontsize=10)
 
     def _contours(self, axes: Axes, value: Callable[[PlanePoint], float], title: str) -> None:
-        """Draw lines of equal shares. The tier of no size has no place on the scale."""
+        """Draw lines of equal shares. A tier of size 0 has no place on the logarithmic axis."""
         plane = self.plane
         sizes = plane.pools, plane.tiers[1:]
         across, up = ([self._bytes(n) / BINARY["GiB"] for n in each] for each in sizes)
         shares = [[100 * value(point) for point in points] for points in plane.points[1:]]
-        # Light to dark in one direction, told apart without colours.
+        # Its lightness rises with the share, so that it can be read without colours.
         axes.contourf(across, up, shares, LEVELS, cmap="cividis", alpha=0.85)
         lines = axes.contour(across, up, shares, LEVELS, colors=INK, linewidths=0.8)
         # A label for each line, where it crosses the diagonal.

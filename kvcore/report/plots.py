@@ -1,7 +1,7 @@
 """Plots of a run: its pool, hits, ages of blocks, requests and latencies, as PNG or SVG.
 
-Each takes what it draws and the form, `png` or `svg`, and returns the bytes of the file; the
-same run gives the same bytes with the same matplotlib. All raise PluginError without it.
+Each function takes its data and the form, `png` or `svg`, and returns the bytes of the file.
+Equal runs give equal bytes with the same matplotlib. All raise PluginError without it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from kvcore.cache import Residency
 from kvcore.errors import InputError, shorten
 from kvcore.histogram import Histogram, borders
 from kvcore.report.charts import end_labels
-from kvcore.report.mrc import COLOURS, GREY, INK, PALE, picture
+from kvcore.report.figure import COLOURS, GREY, INK, PALE, add_title, log_ticks, picture
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, printable, setup
 from kvcore.request import SLO
 from kvcore.serving.result import REQUESTS, SUMMARY, Result
+from kvcore.trace.fields import slo_field
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -39,17 +40,16 @@ if TYPE_CHECKING:
 
 INCHES = 8.4, 4.8
 CAPTION: dict[str, Any] = {"width": 185, "max_lines": 10, "placeholder": " ..."}
-"""Size of a plot, and how its caption is wrapped."""
+"""Size of a plot in inches, and the wrapping of its caption."""
 
 POINTS, BINS = 1500, 600
-"""Times at which a line is drawn, and spans of time in which requests are counted."""
+"""Number of points of a line, and of time spans in which requests are counted."""
 
 WINDOWS, SAMPLES = 40, 10
-"""Into how many windows a trace is cut for its windowed hit ratio, at most, and requests in
-one, in the mean."""
+"""The most windows of a trace for its windowed hit ratio, and the mean requests of a window."""
 
 ROWS, BARS, NAMED = 100, 5000, 40
-"""Requests that have a row each, phases that have a bar each, and rows that have a name."""
+"""The most requests with a row each, phases with a bar each, and rows with a name."""
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY, _ = COLOURS
 
@@ -62,28 +62,31 @@ PHASES = {
     Kind.PREEMPTED: RED,
     Kind.QUEUED: "#C8C8C8",
 }
-"""The colours of phases, from the bottom of a stack on."""
+"""The colours of phases, from the bottom of a stack to its top."""
 
 DECADES = 1e5
-"""How many times as long as the shortest time of a logarithmic axis the longest is, at most."""
+"""The largest ratio of the longest to the shortest time on a logarithmic axis."""
 
 THIN = 0.13
-"""The share of the height below which a band has no room for its name."""
+"""Share of the height below which a band has no room for its name."""
 
 PLACES = 100
-"""Places at which a name of a band may stand."""
+"""Number of places that are tried for the name of a band."""
 
 FEW = 4
-"""Ticks of a small logarithmic axis, at most."""
+"""The most ticks of a small logarithmic axis."""
 
 COLUMNS = {"queue": "queue_s", "TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s"}
-"""The columns of a result that have latencies, by their names."""
+"""The columns of latencies in a result, by the names in plots."""
+
+SLO_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "deadline": "E2E"}
+"""The measures that an SLO limits, by its fields."""
 
 UNITS = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
 
 def occupancy(timeline: Timeline, form: str) -> bytes:
-    """Plot the pool's blocks over time, and below it the requests that wait and run."""
+    """Plot the blocks of the pool over time, and below them waiting and running requests."""
 
     def draw(figure: Figure) -> None:
         series = timeline.series.thinned(POINTS)
@@ -115,7 +118,7 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
 
 
 def hits(timeline: Timeline, form: str) -> bytes:
-    """Plot the hit ratio over time: of a window that ends there, and of all so far."""
+    """Plot the hit ratio over time: in the window before, and since the start."""
 
     def draw(figure: Figure) -> None:
         axes, series = figure.add_subplot(), timeline.series
@@ -138,6 +141,8 @@ def hits(timeline: Timeline, form: str) -> bytes:
             shares = [100 * ratios[row] for row in rows]
             axes.plot([times[row] for row in rows], shares, color=colour, linewidth=width)
             known = [share for share in shares if not isnan(share)]
+            if not known:  # All lookups are in windows without a point.
+                continue
             highest = max(highest, *known)
             ends.append((times[-1], known[-1], f"{name}: {known[-1]:.1f}%", colour))
         axes.set_ylim(0, 1.08 * highest or 1)
@@ -151,7 +156,7 @@ def hits(timeline: Timeline, form: str) -> bytes:
 
 
 def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
-    """Plot for how long blocks had not been used at hits and evictions, and their lifetime."""
+    """Plot the time since the last use of blocks at hits and evictions, and their lifetime."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -166,8 +171,8 @@ def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
             if found is None:
                 continue
             times, shares = _distribution(histogram)
-            told = ", ".join(f"{p} {_time(found[p])}" for p in ("p50", "p99"))
-            label = f"{name}: {told} ({counted(histogram.weight, 'block')})"
+            figures = ", ".join(f"{p} {_time(found[p])}" for p in ("p50", "p99"))
+            label = f"{name}: {figures} ({counted(histogram.weight, 'block')})"
             line: Any = {"color": colour, "linestyle": dashes, "drawstyle": "steps-post"}
             axes.plot(times, shares, label=label, linewidth=1.6, **line)
             drawn += times[0], times[-1]
@@ -186,7 +191,7 @@ def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
 
 
 def timeline(timeline: Timeline, form: str) -> bytes:
-    """Plot what requests did: a row each, or of many how many were in each phase.
+    """Plot the phases of requests: a row each; or, of many, the number in each phase.
 
     Raises:
         InputError: no request took any time, as in a trace without a clock.
@@ -205,8 +210,8 @@ def timeline(timeline: Timeline, form: str) -> bytes:
         return _framed(
             form, lambda figure: _rows(figure, timeline), title, _caption(timeline), size
         )
-    told = f"{title}: too many for rows, so how many are in each phase"
-    return _framed(form, lambda figure: _density(figure, timeline), told, _caption(timeline))
+    title += ": too many for rows, so how many are in each phase"
+    return _framed(form, lambda figure: _density(figure, timeline), title, _caption(timeline))
 
 
 def _rows(figure: Figure, timeline: Timeline) -> None:
@@ -250,7 +255,7 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
 
 
 def _density(figure: Figure, timeline: Timeline) -> None:
-    """Draw how many requests are in each phase, and the times to first token."""
+    """Draw the number of requests in each phase, and the times to first token."""
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     begin, span = timeline.begin, max(timeline.end - timeline.begin, 1)
     unit, factor = _unit(span)
@@ -277,14 +282,15 @@ def _density(figure: Figure, timeline: Timeline) -> None:
     if lost:
         where = {"transform": below.get_xaxis_transform(), "clip_on": False}
         below.plot([at / factor for at in lost], [0] * len(lost), "x", color=RED, **where)
-    told = f"{counted(len(waits), 'first token')}, dots; {counted(len(lost), 'preemption')}"
-    below.set_title(f"{told}{', crosses' if lost else ''}", loc="left", fontsize=8)
+    tokens, losses = counted(len(waits), "first token"), counted(len(lost), "preemption")
+    title = f"{tokens}, dots; {losses}{', crosses' if lost else ''}"
+    below.set_title(title, loc="left", fontsize=8)
     below.set_xlabel(f"time, {unit}")
     _plain(above, below)
 
 
 def _means(timeline: Timeline, begin: int, span: int) -> dict[Kind, list[float]]:
-    """Return how many requests are in each phase, in the mean of each of `BINS` bins."""
+    """Return the mean number of requests in each phase, by bins of time (`BINS`)."""
     wide = span / BINS
     found: dict[Kind, list[float]] = {}
     changes: dict[Kind, list[int]] = {}
@@ -293,7 +299,7 @@ def _means(timeline: Timeline, begin: int, span: int) -> dict[Kind, list[float]]
         whole = changes.setdefault(kind, [0] * (BINS + 1))
         low, high = (start - begin) / wide, (end - begin) / wide
         first, last = min(int(low), BINS - 1), min(int(high), BINS - 1)
-        # The bins at both ends in part; those between them by what begins and ends to count.
+        # The bins at both ends count in part; those between them by the changes of the count.
         parts[last] += high - last
         parts[first] += first - low
         whole[first] += 1
@@ -308,10 +314,10 @@ class Latencies:
     """Latencies of the requests of a run, in seconds.
 
     Attributes:
-        samples: of each measure that there is, by its name.
-        gaps: percentiles of the times between two tokens; empty: they are not known.
-        expected: of each measure, what the run expects of all requests.
-        title, caption: what was run.
+        samples: the latencies of all requests, by measure.
+        gaps: percentiles of the times between two tokens; empty if they are not known.
+        expected: the SLO of the run, by measure.
+        title, caption: the run, in a few words and with all options.
     """
 
     samples: dict[str, list[float]]
@@ -325,7 +331,7 @@ class Latencies:
         """Return the latencies of a trace.
 
         Raises:
-            InputError: it has no clock.
+            InputError: the trace has no clock.
         """
         if timeline.header["mode"] == "untimed":
             msg = (
@@ -345,9 +351,7 @@ class Latencies:
             ],
             "E2E": _between(came, done),
         }
-        slo = timeline.header.get("slo", {})
-        names = {"ttft": "TTFT", "tpot": "TPOT", "deadline": "E2E"}
-        expected = {names[name]: time / NS_PER_S for name, time in slo.items()}
+        expected = _limits(timeline.header.get("slo", {}))
         return cls(samples, {}, expected, _requests(timeline), _caption(timeline))
 
     @classmethod
@@ -359,9 +363,7 @@ class Latencies:
             for name, column in COLUMNS.items()
         }
         gaps = {} if result.itl is None else result.itl.as_dict()
-        slo = log.slo or SLO()
-        times = {"TTFT": slo.ttft_ns, "TPOT": slo.tpot_ns, "E2E": slo.deadline_ns}
-        expected = {name: time / NS_PER_S for name, time in times.items() if time is not None}
+        expected = _limits(slo_field(log.slo or SLO()))
         return cls(samples, gaps, expected, counted(len(log.ids), "request"), "")
 
     @classmethod
@@ -369,7 +371,7 @@ class Latencies:
         """Return the latencies of a result that was written to a folder.
 
         Raises:
-            InputError: it has no result, or a file of it is damaged.
+            InputError: the folder has no result, or a file of it is damaged.
         """
         summary, rows = _document(folder / SUMMARY), _lines(folder / REQUESTS)
         try:
@@ -378,22 +380,27 @@ class Latencies:
                 for name, column in COLUMNS.items()
             }
             slo = summary["slo"]
-            names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "deadline_s": "E2E"}
-            expected = {names[name]: slo[name] for name in names if slo[name] is not None}
+            limits = {name: slo[f"{part}_s"] for part, name in SLO_NAMES.items()}
+            expected = {name: time for name, time in limits.items() if time is not None}
             gaps, config = summary["itl_s"] or {}, summary.get("config")
-            told = counted(summary["requests"], "request")
+            requests = counted(summary["requests"], "request")
             caption = "" if config is None else _setup(summary, config)
         except (KeyError, TypeError, ValueError) as error:
             msg = f"{folder}: {SUMMARY} and {REQUESTS} are not those of a run ({error!r:.80})"
             raise InputError(msg) from error
         if summary["rejected"]:
-            told += f", {summary['rejected']:,} rejected"
-        title = told if config is None else f"{shorten(config['workload']['name'])}, {told}"
-        return cls(samples, gaps, expected, printable(title), caption)
+            requests += f", {summary['rejected']:,} rejected"
+        name = "" if config is None else f"{shorten(config['workload']['name'])}, "
+        return cls(samples, gaps, expected, printable(f"{name}{requests}"), caption)
+
+
+def _limits(slo: Mapping[str, int]) -> dict[str, float]:
+    """Return the limits of an SLO in seconds, by measure; its fields are in ns."""
+    return {SLO_NAMES[part]: time / NS_PER_S for part, time in slo.items()}
 
 
 def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return the setup of the run, of one server or several."""
+    """Return the setup of a run with one server or several."""
     if "replicas" not in summary:
         return SimulationReport(summary, config).setup
     from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - of several servers
@@ -446,7 +453,7 @@ def _sampled(axes: Axes, times: Sequence[float]) -> None:
 
 
 def _recorded(axes: Axes, gaps: Mapping[str, float]) -> None:
-    """Draw the percentiles that are known of a distribution."""
+    """Draw the known percentiles of a distribution."""
     known = [(float(name[1:]), gaps[name]) for name in gaps if name.startswith("p")]
     percents, times = zip(*known, strict=True)
     low = _lowest(times)
@@ -460,7 +467,7 @@ def _recorded(axes: Axes, gaps: Mapping[str, float]) -> None:
 
 
 def _lowest(times: Sequence[float]) -> float:
-    """Return the least time that a logarithmic axis shows."""
+    """Return the least time on a logarithmic axis."""
     least = next((time for time in sorted(times) if time > 0), 1e-3)
     return max(least, max(times) / DECADES)
 
@@ -482,7 +489,7 @@ def _percentile(axes: Axes, percent: float, time: float, low: float) -> None:
 
 
 def _expected(axes: Axes, limit: float | None) -> None:
-    """Draw the SLO if it is near the curve; otherwise write it."""
+    """Draw the SLO if it is near the curve; otherwise write its value."""
     if limit is None:
         return
     low, high = axes.get_xlim()
@@ -510,24 +517,23 @@ def _framed(
 
     def fill_in(figure: Figure) -> None:
         draw(figure)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        told = "\n".join(fill(printable(line), **CAPTION) for line in caption.splitlines())
-        figure.supxlabel(told, x=0.01, ha="left", fontsize=5.5, color=GREY)
+        lines = (fill(printable(line), **CAPTION) for line in caption.splitlines())
+        add_title(figure, title, "\n".join(lines))
 
     return picture(form, fill_in, inches)
 
 
 def _requests(timeline: Timeline) -> str:
-    """Return the workload and the number of requests of a timeline, as a sentence."""
+    """Return the workload and the number of requests of a timeline, as text."""
     workload = timeline.header.get("workload") or {}
     rejected = len(timeline.requests.rejected)
-    told = f", {rejected:,} rejected" if rejected else ""
+    refused = f", {rejected:,} rejected" if rejected else ""
     name = f"{shorten(workload['name'])}, " if workload else ""
-    return printable(f"{name}{counted(len(timeline.requests), 'request')}{told}")
+    return printable(f"{name}{counted(len(timeline.requests), 'request')}{refused}")
 
 
 def _caption(timeline: Timeline) -> str:
-    """Return the settings of the run, and why its trace is cut, if it is."""
+    """Return the setup of the run, and where its trace stops if it is incomplete."""
     cut = "" if timeline.complete else f"Incomplete: {timeline.cut_reason}.\n"
     return f"{cut}{setup(timeline.header)}"
 
@@ -541,7 +547,7 @@ def _unit(span: int) -> tuple[str, int]:
 
 
 def _times(series: Series) -> tuple[str, list[float]]:
-    """Return the unit of a series' times, and these in it."""
+    """Return the unit of the times of a series, and the times in this unit."""
     unit, factor = _unit(series.time[-1] - series.time[0])
     return unit, [time / factor for time in series.time]
 
@@ -557,14 +563,14 @@ def _round_time(time: int) -> int:
 
 
 def _even(series: Series, begin: int, span: int) -> list[int]:
-    """Return rows of a series at about `POINTS` even times, each once."""
+    """Return the rows of a series at about `POINTS` even times, without repetitions."""
     times = (begin + span * part // POINTS for part in range(POINTS + 1))
     rows = (min(bisect_left(series.time, time), len(series) - 1) for time in times)
     return list(dict.fromkeys(rows))
 
 
 def _between(begin: Iterable[int], end: Iterable[int]) -> list[float]:
-    """Return the seconds from `begin` to `end`, where there is an end."""
+    """Return the seconds from `begin` to `end`, without those that have no end."""
     return [(b - a) / NS_PER_S for a, b in zip(begin, end, strict=True) if b >= 0]
 
 
@@ -587,7 +593,7 @@ def _bands(
     names: Sequence[str],
     colours: Sequence[str],
 ) -> None:
-    """Draw layers on top of one another; a name is in its layer, or above if that is thin."""
+    """Draw layers on top of one another; the names of thin layers are in a legend."""
     if times[-1] == times[0]:
         times, layers = [times[0], times[0] + 1], [[layer[-1]] * 2 for layer in layers]
     bottom = [0.0] * len(times)
@@ -617,7 +623,7 @@ def _legend(axes: Axes, handles: Sequence[Any], loc: Any) -> None:
 
 
 def _widest(times: Sequence[float], layer: Sequence[float]) -> tuple[float, float]:
-    """Return the time about which a layer is thick for about a tenth of all, and how thick."""
+    """Return the middle of the tenth of all times with the thickest layer, and its height."""
     step = (times[-1] - times[0]) / PLACES
     places = [times[0] + step * place for place in range(PLACES + 1)]
     parts = [layer[_row_at(times, place)] for place in places]
@@ -640,37 +646,35 @@ def _shares(axes: Axes) -> None:
 def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -> None:
     """Set a logarithmic axis from `low` to `high` seconds, with a limited number of ticks."""
     low, high = low / 1.15, high * 1.15
-    first, last = floor(log10(low)), ceil(log10(high))
-    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 3)]
-    inside = [tick for tick in ticks if low <= tick <= high]
-    if len(inside) > most:
-        powers = [tick for tick in ticks[::2] if low <= tick <= high]
-        inside = powers[:: ceil(len(powers) / most)]
+    ticks = log_ticks(low, high)
+    if len(ticks) > most:
+        powers = [tick for tick in ticks if log10(tick).is_integer()]
+        ticks = powers if len(powers) > 1 else ticks
+        ticks = ticks[:: ceil(len(ticks) / most)]
     axes = axis.axes
     across = axis is axes.xaxis
     (axes.set_xscale if across else axes.set_yscale)("log")
     (axes.set_xlim if across else axes.set_ylim)(low, high)
-    axis.set_ticks(inside, [format_seconds(tick) for tick in inside])
+    axis.set_ticks(ticks, [format_seconds(tick) for tick in ticks])
     axis.set_ticks([], minor=True)
     if label:
         axis.set_label_text(label)
 
 
 def _empty(axes: Axes, text: str) -> None:
-    """Write into an axis that there is nothing to draw, and why."""
+    """Write into empty axes why nothing is drawn."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 
 
 def _plain(*panels: Axes) -> None:
     for axes in panels:
-        axes.grid(color=PALE, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=3, labelsize=8)
+        axes.grid()
+        axes.tick_params(labelsize=8)
 
 
 def _document(file: Path) -> Any:
-    """Return the JSON of a file of a result. Raises InputError if there is none."""
+    """Return the JSON of a file of a result; raise InputError if it cannot be read."""
     try:
         return orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
 """Results as Prometheus metrics, under the names that serving engines use.
 
-A name is vLLM's (vllm/v1/metrics/loggers.py), with the prefix `kvcore_` in place of `vllm:`, so
-that a query or a dashboard for one works for the other. docs/reference/metrics.md lists them.
+The names are vLLM's (vllm/v1/metrics/loggers.py), with the prefix `kvcore_` in place of
+`vllm:`: queries and dashboards of vLLM work with the other prefix. docs/reference/metrics.md
+lists them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LATENCY = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Upper bounds of vLLM's buckets, in seconds: those of queries that add servers up."""
+"""Upper bounds of vLLM's buckets, in seconds, so that histograms of both can be added."""
 
 TIMES = {
     "ttft_s": ("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN),
@@ -65,8 +66,8 @@ RESTING = {
 def run_metrics(document: Mapping[str, Any], requests: Mapping[str, Sequence[Any]]) -> str:
     """Return the metrics of a run in Prometheus' text format.
 
-    `document` is its summary with its `config`, as `kvcore simulate --json` prints it, and
-    `requests` are its columns (`Result.requests`).
+    `document` is the summary of the run with its `config`, as `kvcore simulate --json` prints
+    it; `requests` are the columns of its requests (`Result.requests`).
 
     Raises:
         PluginError: the package prometheus_client is not installed.
@@ -110,7 +111,7 @@ def _of_cluster(config: Mapping[str, Any]) -> Labels:
 
 
 def _add_replicas(families: _Families, document: Mapping[str, Any]) -> None:
-    """Add what each replica of a cluster looked up, hit and served, and how busy it was."""
+    """Add the lookups, hits, requests, failures and busy time of each replica of a cluster."""
     for each in document["replicas"]:
         labels = _of_cluster(document["config"]) | {"replica": str(each["replica"])}
         _add_lookups(families, each["hit"], labels)
@@ -123,7 +124,7 @@ def _add_replicas(families: _Families, document: Mapping[str, Any]) -> None:
 
 
 def comparison_metrics(comparison: Comparison) -> str:
-    """Return the metrics of a comparison in Prometheus' text format, one label set a row.
+    """Return the metrics of a comparison in Prometheus' text format, one label set per row.
 
     Raises:
         PluginError: the package prometheus_client is not installed.
@@ -202,7 +203,7 @@ class _Families:
 
 
 def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) -> None:
-    """Add lookups and hits in blocks, and in tokens where those are known."""
+    """Add lookups and hits in blocks, and in tokens if they are known."""
     for name, part, says in (
         ("prefix_cache_queries", "lookup_tokens", "Prompt tokens looked up."),
         ("prefix_cache_hits", "hit_tokens", "Prompt tokens that hit."),
@@ -269,7 +270,7 @@ def _add_ends(families: _Families, document: Mapping[str, Any], labels: Labels) 
 def _add_requests(
     families: _Families, requests: Mapping[str, Sequence[Any]], seconds: float, labels: Labels
 ) -> None:
-    """Add tokens and times of requests and, by Little's law, the mean number in the system."""
+    """Add tokens and times of requests and, by Little's law, the mean numbers in the system."""
     names = ("status", "prompt", "output", "admitted_s", "finish_s")
     rows = zip(*(requests[name] for name in names), strict=True)
     done = [row[1:] for row in rows if row[0] == "finished"]

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.analysis.quality import FULL, Quality, QualityRow
-from kvcore.report.mrc import (
+from kvcore.report.figure import (
     COLOURS,
     GREY,
     INK,
     MARGIN,
     MARKERS,
-    PALE,
+    add_title,
     log_axis,
-    percent,
     picture,
 )
+from kvcore.report.mrc import percent
 from kvcore.report.tables import counted
 from kvcore.trace.fields import version
 from kvcore.units import format_number
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 INCHES = (9.6, 6.6)
 
 DASHES = ("-", "--", ":", "-.")
-"""Lines of the codecs; colours are the policies'."""
+"""Lines of the codecs; policies differ by colour."""
 
 PANELS: tuple[tuple[str, str, float], ...] = (
     ("attention_error", "error of attention's output", 100),
@@ -38,7 +38,7 @@ PANELS: tuple[tuple[str, str, float], ...] = (
     ("top1", "same likeliest token", 100),
     ("needle", "needles found", 100),
 )
-"""What is drawn: the field of a row, its label, and what turns it into percent."""
+"""The panels of the plot: the field of a row, its label, and the factor of its unit."""
 
 
 @attrs.frozen
@@ -46,14 +46,14 @@ class QualityReport:
     """Report on the loss of quality, as text and as JSON.
 
     Attributes:
-        quality: what is reported.
+        quality: the measured losses.
     """
 
     quality: Quality
 
     @property
     def headline(self) -> str:
-        """Sentences on what was compared."""
+        """Sentences about the texts and the budgets."""
         found = self.quality
         texts = counted(found.texts, "text")
         return (
@@ -92,7 +92,7 @@ class QualityReport:
 
     @property
     def reading(self) -> str:
-        """Sentences about what the table shows."""
+        """Sentences about the results in the table."""
         lines = [
             self._best("Least divergence", lambda row: -row.kl),
             self._best("Most needles", lambda row: row.needle or 0.0),
@@ -102,13 +102,13 @@ class QualityReport:
 
     @property
     def setup(self) -> str:
-        """What was run."""
+        """A sentence with the other options of the run."""
         found = self.quality
         needles = ""
         if found.needles:
-            told = "announced" if found.announced else "not announced"
+            announced = "announced" if found.announced else "not announced"
             needles = (
-                f" Needles: {counted(found.needles, 'question')} {told} about each of "
+                f" Needles: {counted(found.needles, 'question')} {announced} about each of "
                 f"{counted(found.texts, 'prompt')}, answered by {found.needle_generator}."
             )
         return (
@@ -120,42 +120,41 @@ class QualityReport:
         """Return the comparison as a JSON object."""
         return attrs.asdict(self.quality)
 
+    def plot(self, form: str) -> bytes:
+        """Return a plot of the losses by bytes per token, as `png` or `svg` bytes.
+
+        One panel per measure. Policies differ by colour, codecs by line and marker; the black
+        line keeps all tokens, in one codec after another.
+
+        Raises:
+            PluginError: matplotlib is not installed.
+        """
+        return picture(form, lambda figure: draw(figure, self), INCHES)
+
     def _best(self, what: str, of: Callable[[QualityRow], float]) -> str:
-        """Return a sentence with the rows that are best at a budget, if there are any."""
+        """Return a sentence about the best row at each budget; empty without one."""
         won: dict[str, list[str]] = {}
         for budget in sorted({row.budget or 0.0 for row in self.quality.rows} - {0.0}):
             rows = sorted((r for r in self.quality.rows if r.budget == budget), key=of)
             if len(rows) > 1 and of(rows[-1]) > of(rows[-2]):
                 name = f"{rows[-1].retention} in {rows[-1].codec}"
                 won.setdefault(name, []).append(percent(budget))
-        told = (f"{name} at {' and '.join(budgets)}" for name, budgets in won.items())
-        return f"{what}: {', '.join(told)}." if won else ""
+        winners = (f"{name} at {' and '.join(budgets)}" for name, budgets in won.items())
+        return f"{what}: {', '.join(winners)}." if won else ""
 
     def _left_out(self) -> str:
-        """Return a sentence about the budgets that hold all tokens in some codec."""
+        """Return a sentence about budgets in which a codec keeps all tokens; empty if none."""
         rows = self.quality.rows
         bounded = {(row.codec, row.budget) for row in rows if row.budget is not None}
         budgets = sorted({budget for _, budget in bounded})
-        told = [
+        names = [
             f"{row.codec} at {percent(budget)}"
             for row in rows
             if row.retention == FULL
             for budget in budgets
             if (row.codec, budget) not in bounded
         ]
-        return f"All tokens take no more, so nothing goes: {', '.join(told)}." if told else ""
-
-
-def plot(report: QualityReport, form: str) -> bytes:
-    """Return a plot of the losses by bytes per token, as `png` or `svg` bytes.
-
-    One panel a measure. A policy has a colour, a codec a line and a marker; the black line is
-    all tokens in one codec after another.
-
-    Raises:
-        PluginError: matplotlib is not installed.
-    """
-    return picture(form, lambda figure: draw(figure, report), INCHES)
+        return f"All tokens take no more, so nothing goes: {', '.join(names)}." if names else ""
 
 
 def draw(figure: Figure, report: QualityReport) -> None:
@@ -169,13 +168,9 @@ def draw(figure: Figure, report: QualityReport) -> None:
         every[-1].set_axis_off()
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.suptitle(
-        f"{quality.generator}, {counted(quality.texts, 'text')} of "
-        f"{quality.prompt_tokens:,} + {counted(quality.tokens, 'token')}",
-        x=0.01,
-        ha="left",
-        fontsize="medium",
-    )
+    texts = f"{counted(quality.texts, 'text')} of {quality.prompt_tokens:,}"
+    tokens = counted(quality.tokens, "token")
+    add_title(figure, f"{quality.generator}, {texts} + {tokens}")
 
 
 def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) -> None:
@@ -222,6 +217,4 @@ def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) 
         axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_title(label, loc="left", fontsize="small")
     axes.xaxis.label.set_fontsize("small")
-    axes.grid(color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=3)
+    axes.grid()

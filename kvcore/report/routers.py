@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.analysis.routers import RouterComparison, RouterRow, SharedCache
 from kvcore.report.charts import Chart, Panel
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.units import format_bytes, format_number, format_seconds
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
@@ -21,14 +21,14 @@ class RoutersReport:
     """A comparison of routers as a table with sentences, as JSON, and as a chart.
 
     Attributes:
-        comparison: what is reported.
+        comparison: the comparison.
     """
 
     comparison: RouterComparison
 
     @property
     def headline(self) -> str:
-        """What was served on what."""
+        """A sentence about the workload and the clusters."""
         comparison, config = self.comparison, self.comparison.config
         source = comparison.workload
         *others, last = (str(shared.replicas) for shared in comparison.shared)
@@ -43,7 +43,7 @@ class RoutersReport:
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table."""
+        """Headers of the table."""
         return [
             *(["replicas"] if self._several else []),
             *("router", "token hits", "of optimum", "busiest", "mean TTFT", "p99 TTFT"),
@@ -52,12 +52,12 @@ class RoutersReport:
 
     @property
     def right(self) -> list[str]:
-        """The headers of columns of numbers."""
+        """Headers of the columns of numbers."""
         return [each for each in self.headers if each != "router"]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table: by replicas, the routers with most goodput first."""
+        """Rows of the table: by replicas, the routers with the most goodput first."""
         cells: list[list[str]] = []
         for shared in self.comparison.shared:
             rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
@@ -68,7 +68,7 @@ class RoutersReport:
 
     @property
     def reading(self) -> str:
-        """What the columns are, and which of them to take with care."""
+        """Sentences about the columns, and a warning about saturated runs."""
         table = (
             "Busiest: time in which the busiest replica ran steps, over the mean. Goodput: "
             "requests/s within their SLO."
@@ -87,11 +87,11 @@ class RoutersReport:
         return "\n".join(lines)
 
     def document(self) -> dict[str, Any]:
-        """Return the comparison as JSON has it."""
+        """Return the comparison as a JSON object."""
         return {"schema": 1, **attrs.asdict(self.comparison)}
 
     def chart(self) -> Chart:
-        """Return hits, latency and balance over the number of replicas; or bars."""
+        """Return a chart of hits, latency and balance over the number of replicas."""
         shared, rows = self.comparison.shared, self.comparison.rows
         places = {each.replicas: place for place, each in enumerate(shared)}
         numbers = all(isinstance(each.replicas, int) for each in shared)
@@ -129,10 +129,10 @@ def _cells(row: RouterRow) -> Iterator[str]:
     yield f"{row.router} *" if row.saturated else row.router
     yield share(row.hit_ratio)
     yield share(row.share_of_optimum)
-    yield NONE if row.imbalance_busy is None else f"{row.imbalance_busy:.2f}"
+    yield cell(row.imbalance_busy, "{:.2f}".format)
     for time in (row.ttft_mean_s, row.ttft_p99_s, row.tpot_p99_s):
-        yield NONE if time is None else format_seconds(time)
-    yield NONE if row.goodput is None else format_number(row.goodput)
+        yield cell(time, format_seconds)
+    yield cell(row.goodput, format_number)
     yield share(row.slo_met)
 
 

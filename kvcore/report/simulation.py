@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvcore.cache.residency import TIER
-from kvcore.report.tables import NONE, counted, named, setup, share
+from kvcore.report.tables import NONE, TableRow, bars, cell, counted, named, setup, share
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class PagingReport:
 
     Attributes:
         contiguous, paged: the summaries of the runs.
-        max_output: what a request in contiguous memory reserves for its output, in tokens.
+        max_output: tokens that a request in contiguous memory reserves for its output.
     """
 
     contiguous: Mapping[str, Any]
@@ -33,7 +33,7 @@ class PagingReport:
 
     @property
     def headline(self) -> str:
-        """What is compared."""
+        """A sentence about the comparison."""
         tokens = self.paged["pool"]["blocks"] * self.paged["pool"]["block_size"]
         return (
             f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
@@ -42,22 +42,22 @@ class PagingReport:
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table."""
+        """Headers of the table."""
         return ["", "contiguous", "paged"]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table, the most important first."""
+        """Rows of the table, the most important first."""
         runs = zip(_paging_cells(self.contiguous), _paging_cells(self.paged), strict=True)
         return [[name, before, after] for (name, before), (_, after) in runs]
 
     @property
     def reading(self) -> str:
-        """What the table's words mean, and what paging bought."""
+        """Sentences about the gain of paging and the words of the table."""
         paged, before = (
             run["fragmentation"]["running"] for run in (self.paged, self.contiguous)
         )
-        # Where memory is not short, fewer run at a time because each is done earlier.
+        # If memory is not short, fewer run at a time because each ends earlier.
         bought = (
             f"Paging runs {paged / before:.2f} times as many at a time. "
             if paged > before > 0
@@ -91,11 +91,13 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def thrashing(
     residency: Mapping[str, Any] | None, blocks: int, tiers: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """Return a sentence for each tier that thrashes: its figures, and what to do.
+    """Return a sentence for each tier that thrashes: its figures, and a remedy.
 
-    `residency` is that of a summary: by tier, what `Residency.as_dict()` says, which is also
-    where the rule stands (`Residency.thrashing`). `blocks` are those of the pool; `tiers` say
-    how large those below it are.
+    Args:
+        residency: by tier, the fields of `Residency.as_dict()`, as in a summary. The rule is
+            `Residency.thrashing`.
+        blocks: blocks of the pool.
+        tiers: the tiers below the pool, as in a summary.
     """
     below = {tier["tier"]: tier for tier in tiers}
     sentences = []
@@ -120,10 +122,10 @@ def thrashing(
 
 @attrs.frozen
 class ResidencyReport:
-    """What blocks went through under each policy of a comparison, in each pool.
+    """Residency of blocks under each policy of a comparison, in each pool.
 
     Attributes:
-        comparison: one that was made with `residency=True`.
+        comparison: a comparison with `residency=True`.
     """
 
     comparison: Comparison
@@ -135,12 +137,12 @@ class ResidencyReport:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table: a policy in a pool each, medians of times."""
+        """Rows of the table: one per policy and pool, with medians of times."""
         return list(_rows(named(self.comparison.rows)))
 
     @property
     def reading(self) -> str:
-        """What the columns are, and which policies thrash in which pools."""
+        """Sentences about the columns, and warnings about policies that thrash."""
         columns = (
             "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
             "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
@@ -148,8 +150,9 @@ class ResidencyReport:
         )
         lines = [columns]
         for name, row in named(self.comparison.rows):
-            told = thrashing(row.residency, row.blocks)
-            lines.extend([f"{name}, {row.blocks:,} blocks: {told}"] if told else [])
+            warning = thrashing(row.residency, row.blocks)
+            if warning:
+                lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
         return "\n".join(lines)
 
 
@@ -162,7 +165,7 @@ def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
             yield [
                 name,
                 f"{row.blocks:,}",
-                *(NONE if age is None else format_seconds(age["p50"]) for age in ages),
+                *(cell(age and age["p50"], format_seconds) for age in ages),
                 share(rested["never_hit_blocks"] / gone if gone else None),
                 share(rested["restored_blocks"] / stored if stored else None),
             ]
@@ -170,10 +173,8 @@ def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
-BARS = "▁▂▃▄▅▆▇█"
-
 WIDTH = 48
-"""Columns of the line that shows the pool over time."""
+"""Number of bars in the line that shows the pool over time."""
 
 TIMES = {
     "ttft_s": "TTFT",
@@ -190,11 +191,9 @@ RESTING = {
     "hits_at_eviction": "hits, at eviction",
 }
 
-TableRow = list[str]
-
 
 def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the rows of what speculative decoding came to; none without a drafter."""
+    """Yield the rows about speculative decoding; none without a drafter."""
     if drafts is None:
         return
     drafted, mean = drafts["drafted"], drafts["tokens_per_step"]
@@ -209,15 +208,15 @@ def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 @attrs.frozen
 class SimulationReport:
-    """A summary of a run for people, the most important first.
+    """The summary of a run as sentences and tables, the most important first.
 
     Attributes:
-        summary: the numbers of the run, as `Result.summary()` returns them.
-        config: what was run: see docs/reference/cli.md.
-        refusal: why the first request that was rejected was; None if none was.
-        searching: whether what would hold is told after the report.
-        clock: what its seconds are: `simulated` or `measured`.
-        done: what was done to the steps: `simulated` or `computed`.
+        summary: the summary, from `Result.summary()`.
+        config: the configuration of the run: see docs/reference/cli.md.
+        refusal: why the first rejected request was rejected; None if none was.
+        searching: whether a search for sustainable options is reported afterwards.
+        clock: adjective of its seconds: `simulated` or `measured`.
+        done: participle of its steps: `simulated` or `computed`.
     """
 
     summary: Mapping[str, Any]
@@ -234,7 +233,7 @@ class SimulationReport:
 
     @property
     def warning(self) -> str:
-        """A warning of overload, with what would help; empty if there is none."""
+        """A warning of overload; empty if the load is sustainable."""
         found, load = self.summary["saturation"], self.summary["offered_load"]
         if not found or not found["saturated"]:
             return ""
@@ -252,7 +251,7 @@ class SimulationReport:
         )
 
     def holding(self, options: Mapping[str, float]) -> str:
-        """Return a sentence: the `options` with which the queue was found not to grow."""
+        """Return a sentence about the `options` with which the queue does not grow."""
         if not options:
             return self.nothing_holds
         flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
@@ -263,7 +262,7 @@ class SimulationReport:
 
     @property
     def headline(self) -> str:
-        """What was run, on what, and how many requests came through."""
+        """Sentences about the workload, the deployment, and the requests that were served."""
         summary, config, load = self.summary, self.config, self.summary["offered_load"]
         requests = counted(summary["requests"], "request")
         run = (
@@ -277,18 +276,18 @@ class SimulationReport:
 
     @property
     def times(self) -> list[TableRow]:
-        """The rows of the table of times: mean and percentiles."""
+        """Rows of the table of times: mean and percentiles."""
         rows = ((name, self.summary[key]) for key, name in TIMES.items())
         return [[name, *_cells(spread, format_seconds)] for name, spread in rows]
 
     @property
     def amounts(self) -> list[TableRow]:
-        """The rows of the table of everything that is one number."""
+        """Rows of the table of quantities that are one number."""
         return [list(row) for row in self._amounts()]
 
     @property
     def resting(self) -> list[TableRow]:
-        """The rows of the table of blocks in the cache, by tier; none if nothing is known."""
+        """Rows of the table of ages of blocks, by tier; empty if residency was not measured."""
         return [
             [
                 name if tier == TIER else f"{tier}: {name}",
@@ -301,27 +300,27 @@ class SimulationReport:
 
     @property
     def tiers(self) -> list[TableRow]:
-        """The rows of the table of tiers, under their names; none without tiers."""
+        """Rows of the table of tiers, one column each; empty without tiers."""
         columns = [tier_cells(tier, self.summary) for tier in self.summary.get("tiers") or ()]
         names = dict.fromkeys(name for cells in columns for name in cells)
         return [[name, *(cells.get(name, NONE) for cells in columns)] for name in names]
 
     @property
     def thrashing(self) -> str:
-        """A warning that blocks return soon after eviction; empty if they do not."""
+        """A warning that blocks return soon after their eviction; empty if they do not."""
         summary = self.summary
         blocks = summary["pool"]["blocks"]
         return thrashing(summary["residency"], blocks, summary.get("tiers") or ())
 
     @property
     def closing(self) -> str:
-        """How long it took."""
+        """A sentence about the steps and the time they took."""
         steps, seconds = self.summary["steps"], self.summary["wall_s"]
         return f"{counted(steps, 'step')}, {self.done} in {format_seconds(seconds)}."
 
     @property
     def setup(self) -> str:
-        """All that was run, with every option."""
+        """A sentence with all options of the run."""
         summary, config = self.summary, self.config
         slo = {name: summary["slo"][f"{name}_s"] for name in ("ttft", "tpot", "deadline")}
         header = {
@@ -396,7 +395,8 @@ class SimulationReport:
                     f"{share(ratio['token'])} of tokens, {share(ratio['request'])} a request",
                 )
         if hit["self_hit_blocks"]:
-            yield "own blocks again", f"{hit['self_hit_blocks']:,} found after preemption"
+            after = "transfer or preemption" if summary.get("phases") else "preemption"
+            yield "own blocks again", f"{hit['self_hit_blocks']:,} found after {after}"
         yield from _drafts(summary.get("drafts"))
         counts = summary["preemptions"]
         swapped = f", {counts['swap']:,} swapped" if self._has_tiers else ""
@@ -447,7 +447,7 @@ class SimulationReport:
 
 
 def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the figures of a tier in a run, by the names of the rows."""
+    """Return the cells of a tier, by the names of the rows."""
     ratio, loads, dropped = tier["ratio"], tier["loads"], dict(tier["dropped_blocks"])
     used, seconds = tier["used_blocks"] / tier["slots"], summary["simulated_s"]
     cells = {
@@ -484,17 +484,13 @@ def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str,
 
 
 def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDTH) -> str:
-    """Draw a step function: `shares[i]` from `times[i]` on, one bar per equal time.
-
-    A bar of full height is a share of 1.
-    """
+    """Draw a step function, `shares[i]` from `times[i]` on, as bars of equal time."""
     if not times:
         return ""
     first, step = times[0], (times[-1] - times[0]) / width
     moments = (first + (place + 0.5) * step for place in range(width))
-    seen = (shares[bisect_right(times, moment) - 1] for moment in moments)
-    return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in seen)
+    return bars(shares[bisect_right(times, moment) - 1] for moment in moments)
 
 
 def _cells(spread: Mapping[str, float] | None, write: Any) -> TableRow:
-    return [NONE if spread is None else write(spread[column]) for column in COLUMNS]
+    return [cell(spread and spread[column], write) for column in COLUMNS]

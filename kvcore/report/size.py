@@ -34,7 +34,7 @@ def size_title(model: Mapping[str, Any]) -> str:
 
 
 def _parameters(parameters: int) -> str:
-    """Write a number of parameters with three digits, in billions, millions or alone."""
+    """Format a number of parameters with three digits, in billions or millions if large."""
     for unit, factor in (("B", 10**9), ("M", 10**6)):
         if parameters >= factor:
             return f"{format_number(parameters / factor)} {unit}"
@@ -42,7 +42,7 @@ def _parameters(parameters: int) -> str:
 
 
 def size_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of what `kvcore size --json` says."""
+    """Yield the rows of the document of `kvcore size --json`."""
     kv, tokens, batch = report["kv"], report["tokens"], report["batch"]
     yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])
     yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])

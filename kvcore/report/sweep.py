@@ -1,10 +1,11 @@
-"""Report on a sweep, best policies first; its rows as CSV, JSON or Parquet."""
+"""Report on a sweep: tables of the best policies, a chart, and rows as CSV, JSON or Parquet."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,33 @@ import attrs
 import orjson
 
 from kvcore.analysis import Belady
-from kvcore.analysis.sweep import Row, Sweep, axes_of
+from kvcore.analysis.sweep import Grid, Row, Sweep, axes_of
 from kvcore.config.options import is_plain
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
+from kvcore.report.charts import Chart, Panel
 from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
-"""The axes whose values compete; cells that differ in nothing else are a contest."""
+"""The axes whose values compete: cells that differ in nothing else are compared."""
+
+MOST_LINES = 24
+"""Lines of a chart that can be told apart."""
 
 
 @attrs.frozen
 class Measure:
-    """A figure by which cells are ranked.
+    """A quantity by which cells are ranked.
 
     Attributes:
-        title: of the column with the best.
-        column: of the rows.
-        unit: the header of the column with its value.
-        text: writes a value.
+        title: header of the column with the best cells.
+        column: its column in the rows of a sweep.
+        unit: header of the column with its value.
+        text: formats a value.
         best: `max` or `min`.
     """
 
@@ -59,17 +64,17 @@ MEASURES: Mapping[str, Sequence[Measure]] = {
 
 @attrs.frozen
 class SweepReport:
-    """A sweep for people.
+    """A sweep as a table with sentences, and as a chart.
 
     Attributes:
-        sweep: what is reported.
+        sweep: the sweep.
     """
 
     sweep: Sweep
 
     @property
     def headline(self) -> str:
-        """How many cells there are, and of what."""
+        """A sentence about the cells of the sweep."""
         sweep, axes = self.sweep, self.sweep.grid.axes
         varied = ", ".join(f"{len(axes[name])} x {name}" for name in sweep.grid.varied)
         how = "simulated" if sweep.grid.mode == "simulate" else "replayed without a clock"
@@ -81,13 +86,13 @@ class SweepReport:
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table: the varied options, then the best by each measure."""
+        """Headers of the table: the varied options, then the best cells by each measure."""
         best = (header for each in self.measures for header in (each.title, each.unit))
         return [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows of the table: one a contest, in the order of the grid."""
+        """Rows of the table: one per group of competing cells, in the order of the grid."""
         contests: dict[tuple[str, ...], list[Row]] = {}
         for row in self.sweep.rows:
             key = tuple(written(name, row) for name in self._given)
@@ -96,7 +101,7 @@ class SweepReport:
 
     @property
     def right(self) -> list[str]:
-        """The headers of columns of numbers."""
+        """Headers of the columns of numbers."""
         numbers = [
             "blocks",
             "memory",
@@ -108,7 +113,7 @@ class SweepReport:
 
     @property
     def reading(self) -> str:
-        """What the table compares, and what in it is to be taken with care."""
+        """Sentences about the table, and a warning about saturated cells."""
         lines = []
         if self._competing:
             by = " and ".join(self._competing)
@@ -123,18 +128,46 @@ class SweepReport:
 
     @property
     def setup(self) -> str:
-        """What all cells have in common, with every option."""
+        """A sentence with the options that all cells share."""
         grid, row = self.sweep.grid, self.sweep.rows[0]
-        # How many blocks a given memory has, follows from it.
+        # The blocks of a given memory follow from it.
         known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
         same = [name for name in axes_of(grid.mode) if name not in known]
         if "like" in grid.varied:
-            # An engine stands for other options, by which the cells differ as well.
+            # An engine sets other options, in which the cells differ as well.
             others = self.sweep.rows[1:]
             same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
-        told = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
-        parts = [f"{name} {written(name, row)}" for name in told]
+        names = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
+        parts = [f"{name} {written(name, row)}" for name in names]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
+
+    def chart(self, axis: str) -> Chart:
+        """Return a chart of the cells over the values of an axis, as `chart_axis` allows it.
+
+        Cells that failed have no point.
+        """
+        sweep, grid = self.sweep, self.sweep.grid
+        others = [name for name in grid.varied if name != axis]
+        # Policies come first: their names say more than the values of other options.
+        others.sort(key=lambda name: name not in ("eviction", "scheduler"))
+        column = "pool_bytes" if axis == "memory" else axis
+        panels = []
+        for measure in self.measures:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in sweep.rows:
+                name = ", ".join(written(each, row) for each in others) or measure.title
+                value = row[measure.column]
+                points = lines.setdefault(name, [])
+                if value is not None and row[column] is not None:
+                    points.append((row[column], value))
+            label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+            panels.append(Panel(label, lines, measure.text))
+        if not panels:
+            panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
+        place: Callable[[float], str] = format_number
+        if axis == "memory":
+            place = _bytes
+        return Chart(self.headline.partition(". ")[0], self.setup, axis, panels, place)
 
     @property
     def _competing(self) -> list[str]:
@@ -164,7 +197,7 @@ class SweepReport:
         return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
-        """Yield the best policies by each measure, and the value of the measure."""
+        """Yield the best cells by each measure, and the value of the measure."""
         candidates = [row for row in rows if not _is_bound(row)] or rows
         best: list[Row] = []
         for measure in self.measures:
@@ -187,8 +220,43 @@ class SweepReport:
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
+def chart_axis(grid: Grid, asked: str | None) -> str:
+    """Return the axis over which a sweep is drawn: `asked`, or the only one with numbers.
+
+    Raises:
+        InputError: `asked` has no several numbers; or it is None and there are several axes,
+            or none; or there would be too many lines.
+    """
+    numbers = [name for name in grid.varied if _is_number(name, grid.axes[name])]
+    names = " and ".join(numbers)
+    if asked is not None and asked not in numbers:
+        there = f"there are: {names}" if numbers else "no axis has several numbers"
+        msg = f"--plot-axis {asked}: no axis of numbers that varies; {there}"
+    elif not numbers:
+        msg = "--plot: no number varies: give blocks, memory or rate_scale several values"
+    elif asked is None and len(numbers) > 1:
+        msg = f"--plot: {names} vary: choose one of them with --plot-axis"
+    else:
+        axis = asked or numbers[0]
+        lines = prod(len(grid.axes[name]) for name in grid.varied if name != axis)
+        if lines <= MOST_LINES:
+            return axis
+        msg = f"--plot: {lines} lines over {axis} cannot be told apart; {MOST_LINES} can"
+    raise InputError(msg)
+
+
+def _is_number(name: str, values: Iterable[Any]) -> bool:
+    if name in ("seed", "chunked"):
+        return False
+    return name == "memory" or all(type(value) in (int, float) for value in values)
+
+
+def _bytes(value: float) -> str:
+    return format_bytes(int(value))
+
+
 def sweep_document(sweep: Sweep) -> dict[str, Any]:
-    """Return a sweep as JSON has it; the same however often it was killed on the way."""
+    """Return a sweep as a JSON object; it is the same if the sweep was killed and resumed."""
     return {
         "schema": 1,
         "mode": sweep.grid.mode,
@@ -202,7 +270,7 @@ def check_table(path: Path) -> None:
     """Check that `write_table` can write a file of this name here.
 
     Raises:
-        InputError: none of the formats.
+        InputError: the name ends in no known format.
         PluginError: Parquet, and polars is not installed.
     """
     if path.suffix not in WRITERS:
@@ -216,8 +284,8 @@ def check_table(path: Path) -> None:
 def write_table(sweep: Sweep, path: Path) -> None:
     """Write the rows of a sweep to a file: CSV, JSON or Parquet (extra `lab`) by its name.
 
-    The file appears when it is whole. What a killed sweep has left of it is removed: call
-    this while the journal is open, so that no other process writes it.
+    The file appears when it is whole. A part that a killed sweep has left is removed: call this
+    while the journal is open, so that no other process writes the file.
 
     Raises:
         InputError, PluginError: as `check_table`, or it cannot be opened for writing.
@@ -232,7 +300,7 @@ def write_table(sweep: Sweep, path: Path) -> None:
 
 
 def _csv(sweep: Sweep) -> bytes:
-    """Return the rows as CSV with a header; an empty cell is no value."""
+    """Return the rows as CSV with a header; an empty cell is a missing value."""
     file = io.StringIO(newline="")
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(sweep.rows[0])
@@ -267,7 +335,7 @@ def _polars() -> Any:
 
 
 def written(name: str, row: Row) -> str:
-    """Return the value of an axis for people."""
+    """Format the value of an axis."""
     if name == "memory":
         return format_bytes(row["pool_bytes"])
     value = row[name]

@@ -1,9 +1,9 @@
-"""What reports share: cells of tables, and sentences such as the setup of a run."""
+"""Parts of reports: cells of tables, and sentences such as the setup of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 
@@ -16,26 +16,47 @@ if TYPE_CHECKING:
     from kvcore.models.memory import KVLayout
 
 Named = TypeVar("Named", "Row", "Curve")
-"""What is of one policy."""
+"""A result of one policy."""
 
 NONE = "–"
-"""The cell of a value that there is none of."""
+"""The cell of a missing value."""
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+TableRow: TypeAlias = list[str]
+
+Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequence[str]]
+"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
+
+
+def bars(shares: Iterable[float]) -> str:
+    """Draw shares as one bar each; a bar of full height is a share of 1."""
+    return "".join(BARS[min(int(each * len(BARS)), len(BARS) - 1)] for each in shares)
+
+
+Value = TypeVar("Value")
+
+
+def cell(value: Value | None, write: Callable[[Value], str]) -> str:
+    """Format the value of a cell with `write`, unless it is missing."""
+    return NONE if value is None else write(value)
 
 
 def share(part: float | None) -> str:
     """Format a share as a percentage: `12.5%`."""
-    return NONE if part is None else f"{part:.1%}"
+    return cell(part, "{:.1%}".format)
 
 
 def plugin_text(name: str, options: Mapping[str, Any]) -> str:
-    """Return a plugin with its options as the command line takes them; None is left out."""
+    """Format a plugin with its options as on the command line; options of None are left out."""
     return str(
         Spec(name, {key: as_text(value) for key, value in options.items() if value is not None})
     )
 
 
 def replay_setup(source: Source, block_size: int, accounting: str, **more: Any) -> str:
-    """Return `setup` of a replay without a clock; `more` are other fields of a header."""
+    """Return the `setup` of a replay without a clock; `more` are further fields of a header."""
     header = {
         "kvcore": version(),
         "mode": "untimed",
@@ -52,16 +73,16 @@ SETTINGS = ("allocation", "rate_scale", "slo", "seed")
 
 
 def _formats(served: Mapping[str, Any]) -> str:
-    """Return the number formats of the K/V and of the weights, as far as they are given."""
+    """Return the codec of the K/V and the dtype of the weights, if the header has them."""
     kept, weights = served.get("codec", served.get("kv_dtype")), served.get("weights_dtype")
     return (f" in {kept}" if kept else "") + (f", weights in {weights}," if weights else "")
 
 
 def setup(header: Mapping[str, Any]) -> str:
-    """Return a sentence: all that the header of a trace says of its run.
+    """Return a sentence with all options of a run, from the header of its trace.
 
-    Options are written as commands take them. Those that only repeat the deployment in the
-    latency model are left out, and so is what the header does not have.
+    Options are written as on the command line. Options of the latency model that only repeat
+    the deployment are left out, and so are missing fields.
     """
     served, device, cost = (_fields(header.get(n)) for n in ("model", "device", "recompute"))
     parts = [f"kvcore {header['kvcore']} {CLOCKS.get(header['mode'], 'without a clock')}"]
@@ -76,7 +97,7 @@ def setup(header: Mapping[str, Any]) -> str:
         parts.append(f"recompute cost of {cost.get('model')} on {cost.get('device')}")
     blocks = counted(header["blocks"], "block") if "blocks" in header else "blocks"
     size = counted(header["block_size"], "token")
-    # What was run again has its own routing beside that of the header.
+    # A what-if adds the routing of the new run to the fields of the header.
     routing: dict[str, Any] = {}
     if header.get("replicas") and header.get("routing"):
         routing = {**header["routing"], **header}
@@ -94,7 +115,7 @@ def setup(header: Mapping[str, Any]) -> str:
         "tensor_parallel": device.get("count"),
     }
     for kind, plugin in header.get("plugins", {}).items():
-        # A model or a device that is no name has all its fields.
+        # A model or a device of a file has all its fields.
         given = plugin["options"].items()
         options = {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in given}
         if kind == "latency":
@@ -115,12 +136,12 @@ def setup(header: Mapping[str, Any]) -> str:
 
 
 def _wrappable(name: str, options: Mapping[str, Any]) -> str:
-    """Return a plugin with spaces between its options, which commands take as well."""
+    """Format a plugin with spaces between its options, so that lines can break there."""
     return plugin_text(name, options).replace(",", ", ")
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """Return a part of a header that a program of its own may have written as it likes."""
+    """Return a part of a header as a mapping; other programs may have written any value."""
     return value if isinstance(value, Mapping) else {} if value is None else {"name": value}
 
 
@@ -130,12 +151,12 @@ def counted(number: int, what: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text of a file with a sign for each character that has no picture."""
+    """Return text with a replacement for each character that cannot be printed."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def block_bytes(layout: KVLayout) -> str:
-    """Return a sentence: the bytes that a block takes."""
+    """Return a sentence about the bytes of a block."""
     return (
         f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
         f"{layout.codec} takes {format_bytes(layout.bytes_per_block)}."
@@ -143,7 +164,7 @@ def block_bytes(layout: KVLayout) -> str:
 
 
 def memory_fields(layout: KVLayout) -> dict[str, Any]:
-    """Return what a block takes as a JSON object."""
+    """Return the bytes of a block, with model and codec, as a JSON object."""
     return {
         "model": layout.model.name,
         "codec": str(layout.codec),
@@ -152,7 +173,7 @@ def memory_fields(layout: KVLayout) -> dict[str, Any]:
 
 
 def looked_up(workload: Source, blocks: int, block_size: int, count: str) -> str:
-    """Return the sentence that says how many blocks were looked up, by how many requests."""
+    """Return a sentence about the blocks that were looked up, and the requests."""
     look = "looks" if workload.requests == 1 else "look"
     return (
         f"{workload.name}: {counted(workload.requests, 'request')} {look} up "
@@ -161,7 +182,7 @@ def looked_up(workload: Source, blocks: int, block_size: int, count: str) -> str
 
 
 def named(rows: list[Named]) -> list[tuple[str, Named]]:
-    """Put the name of its policy before each row, with options that tell namesakes apart."""
+    """Return each row with the name of its policy, and options that distinguish equal names."""
     named = []
     for row in rows:
         others = [other.options for other in rows if other.eviction == row.eviction]
@@ -176,7 +197,7 @@ def named(rows: list[Named]) -> list[tuple[str, Named]]:
 
 
 def option_texts(options: Mapping[str, Any]) -> Iterable[str]:
-    """Yield options in the command line's form; None stands for a policy without options."""
+    """Yield options as on the command line; those of None are left out."""
     for key, value in options.items():
         if isinstance(value, float):
             yield f"{key}={value:.15g}"

@@ -8,14 +8,14 @@ from functools import cached_property
 from itertools import cycle
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
 from kvcore.analysis.measured import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore.analysis.validation import GROUPS, Compared, Errors, Validation
-from kvcore.report.mrc import COLOURS, GREY, INK, MARKERS, PALE, picture
-from kvcore.report.tables import NONE, counted, printable
+from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
+from kvcore.report.tables import NONE, Section, counted, printable
 from kvcore.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -25,17 +25,14 @@ if TYPE_CHECKING:
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "throughput"}
 UNITS = {"ttft": "", "tpot": "", "throughput": ", output tokens/s"}
 
-Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequence[str]]
-"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
-
 SMALL = 0.01
-"""Share of the rows below which a group is left out of the table; JSON has it."""
+"""Share of all rows below which a group is left out of the table, but not of the JSON."""
 
 WORST = 3
-"""Rows that are named for each measure."""
+"""Number of rows that are listed for each measure."""
 
 MOST_GROUPS = 12
-"""Groups that have a colour and a marker of their own in a plot."""
+"""The most groups that have a colour and a marker of their own in a plot."""
 
 
 @attrs.frozen(slots=False)
@@ -43,8 +40,8 @@ class ValidationReport:
     """Measured rows beside their simulations, as tables, JSON, CSV and a plot.
 
     Attributes:
-        validation: what is reported.
-        by: the columns by which rows are grouped, each for itself.
+        validation: the validation.
+        by: the columns by which rows are grouped, one after another.
     """
 
     validation: Validation
@@ -52,7 +49,7 @@ class ValidationReport:
 
     @property
     def headline(self) -> str:
-        """How many rows were simulated, and how many were not."""
+        """Sentences about the numbers of rows, and the errors."""
         found = self.validation
         left = sum(found.left_out.values())
         others = f", {left:,} left out" if left else ""
@@ -64,7 +61,7 @@ class ValidationReport:
 
     @property
     def headers(self) -> list[str]:
-        """The headers of the table of errors."""
+        """Headers of the table of errors."""
         return [
             *("rows that have", "rows"),
             *(
@@ -89,12 +86,12 @@ class ValidationReport:
 
     @property
     def worst_headers(self) -> list[str]:
-        """The headers of the table of the rows that are furthest off."""
+        """Headers of the table of the rows with the largest errors."""
         return ["furthest off in", "line", "server", "load", "measured", "simulated", "error"]
 
     @property
     def worst_rows(self) -> list[list[str]]:
-        """The rows that are furthest off in each measure."""
+        """The rows with the largest errors of each measure."""
         return [
             [
                 NAMES[measure],
@@ -111,18 +108,18 @@ class ValidationReport:
 
     @property
     def example(self) -> str:
-        """The command that simulates the row that is furthest off in the last measure."""
+        """The command that simulates the row with the largest error of the last measure."""
         measure = self.validation.measures[-1]
         (worst,) = self.validation.worst(measure, 1)
         return f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}"
 
     @property
     def left_out(self) -> list[list[str]]:
-        """How many rows were left out, by reason, most first."""
+        """Numbers of rows that were left out, by reason, the largest first."""
         return [[f"{rows:,}", reason] for reason, rows in self.validation.left_out.items()]
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the report as sentences, and tables with the headers that are flush right."""
+        """Return the report: sentences, and tables with the headers that are flush right."""
         return (
             self.headline,
             (self.headers, self.rows, self.headers[1:]),
@@ -132,7 +129,7 @@ class ValidationReport:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
+        """Return the validation as a JSON object."""
         found = self.validation
         return {
             "schema": 1,
@@ -148,7 +145,7 @@ class ValidationReport:
         }
 
     def write_csv(self, file: TextIO) -> None:
-        """Write a line for each row: what was measured, what was simulated, and the errors."""
+        """Write a line for each row: the measured and the simulated values, and the errors."""
         rows = [_fields(each) for each in self.validation.compared]
         every = {name for row in rows for name in row}
         order = ["line", *LABELS, *OPTIONS, *LOAD]
@@ -196,7 +193,7 @@ class ValidationReport:
             title=by.replace("_", " "), frameon=False, fontsize=8,
         )  # fmt: skip
         title = f"{Path(self.validation.source).name}: {counted(len(of_all), 'row')}"
-        figure.suptitle(printable(title), x=0.01, ha="left", fontsize=10)
+        add_title(figure, printable(title))
 
     def _groups(self) -> Iterator[tuple[str, str, list[Compared]]]:
         for by in self.by:
@@ -236,7 +233,7 @@ def command(each: Compared) -> str:
 def _frame(
     axes: Axes, measure: str, points: list[tuple[float, float]], errors: Errors | None
 ) -> None:
-    """Draw the diagonal, on which both are equal, and the axes."""
+    """Draw the diagonal, on which both values are equal, and set the axes."""
     values = [value for point in points for value in point]
     low, high = min(values) / 1.3, max(values) * 1.3
     axes.plot((low, high), (low, high), color=INK, linewidth=0.8, zorder=1)
@@ -252,15 +249,14 @@ def _frame(
     axes.tick_params(labelsize=8)
     axes.set_xlabel(f"measured {NAMES[measure]}{UNITS[measure]}")
     axes.set_ylabel(f"simulated {NAMES[measure]}")
-    axes.grid(color=PALE, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid()
     if errors is not None:
-        told = f"median {errors.signed:+.1%}\nabsolute {errors.absolute:.1%}"
-        axes.text(0.04, 0.96, told, transform=axes.transAxes, va="top", fontsize=8, color=GREY)
+        text = f"median {errors.signed:+.1%}\nabsolute {errors.absolute:.1%}"
+        axes.text(0.04, 0.96, text, transform=axes.transAxes, va="top", fontsize=8, color=GREY)
 
 
 def _fields(each: Compared) -> dict[str, Any]:
-    """Return a row with its simulation, flat."""
+    """Return a row and its simulation as one mapping."""
     row = each.row
     given = {name: _plain(value) for name, value in row.options.items()}
     load = {name: _plain(value) for name, value in row.load.items()}
@@ -276,7 +272,7 @@ def _fields(each: Compared) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as JSON and CSV have it."""
+    """Return an option as a value of JSON and CSV."""
     finite = isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value))
     return value if finite else str(value)
 

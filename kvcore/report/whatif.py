@@ -1,4 +1,4 @@
-"""What-if results as tables and sentences."""
+"""Report on a what-if: tables and sentences."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, plugin_text, setup, share
+from kvcore.report.tables import NONE, TableRow, cell, counted, plugin_text, setup, share
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"
 
 MANY = 10
-"""Times as much, from which a change is told as a factor."""
+"""The factor above which a change is reported as a factor."""
 
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
-
-Row = list[str]
 
 
 @attrs.frozen
@@ -29,8 +27,8 @@ class WhatIfReport:
     """Two runs of the same requests, side by side.
 
     Attributes:
-        whatif: the runs.
-        most: rows of each table of requests, at most.
+        whatif: the result of the what-if.
+        most: the most rows of each table of requests.
     """
 
     whatif: WhatIf
@@ -38,11 +36,11 @@ class WhatIfReport:
 
     @property
     def headline(self) -> str:
-        """One sentence: what was run again, and with which options changed."""
-        found, before, after = self._parts
-        lines = [f"{found.workload}: {counted(before.requests, 'request')} of {found.file}."]
-        # A run without a retention policy has no name for it.
-        one, other = before.config, after.config
+        """Sentences about the run and the options that changed."""
+        found, one, other = self.whatif, self.whatif.recorded.config, self.whatif.rerun.config
+        requests = counted(found.recorded.requests, "request")
+        lines = [f"{found.workload}: {requests} of {found.file}."]
+        # The configuration of a run without a retention policy has no such key.
         names = [n for n in {**one, **other} if one.get(n) != other.get(n)]
         if not names:
             lines.append("Run again as recorded: nothing was to be different.")
@@ -58,25 +56,25 @@ class WhatIfReport:
 
     @property
     def setup(self) -> str:
-        """All that was run again, with every option."""
+        """A sentence with all options of the new run."""
         found, config = self.whatif, self.whatif.rerun.config
         plugins = {n: v for n, v in config.items() if isinstance(v, Mapping) and "options" in v}
         return setup({**found.header, **config, "kvcore": found.here, "plugins": plugins})
 
     @property
-    def headers(self) -> Row:
+    def headers(self) -> TableRow:
         """Headers of the table of both runs."""
         return ["", "recorded", "what if", "change"]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """Rows of the table of both runs, the most important first."""
-        _, *runs = self._parts
+        runs = [self.whatif.recorded, self.whatif.rerun]
         return list(run_rows(runs, timed=self.whatif.timed))
 
     @property
     def verdict(self) -> str:
-        """One sentence: how many requests improved, and how many got worse."""
+        """Sentences about the numbers of requests that gained and lost."""
         changes = self.whatif.changes
         gained = sum(change.tokens > 0 for change in changes)
         lost = sum(change.tokens < 0 for change in changes)
@@ -92,7 +90,7 @@ class WhatIfReport:
         return text
 
     @property
-    def tables(self) -> Iterator[tuple[Row, list[Row]]]:
+    def tables(self) -> Iterator[tuple[TableRow, list[TableRow]]]:
         """Tables (headers, rows) of the requests that gained and lost most."""
         found = self.whatif
         for title, changes in (
@@ -105,26 +103,23 @@ class WhatIfReport:
                 yield [title, *self._columns], [self._request(change) for change in changes]
 
     @property
-    def _parts(self) -> tuple[WhatIf, RunSummary, RunSummary]:
-        return self.whatif, self.whatif.recorded, self.whatif.rerun
-
-    @property
-    def _columns(self) -> Row:
+    def _columns(self) -> TableRow:
         times = ["TTFT, recorded", "TTFT, what if"] if self.whatif.timed else []
         return ["prompt", "hit, recorded", "hit, what if", *times]
 
-    def _request(self, change: Change) -> Row:
+    def _request(self, change: Change) -> TableRow:
         fates = change.recorded, change.rerun
-        times = [_ttft(fate.ttft) for fate in fates] if self.whatif.timed else []
+        seconds = [None if fate.ttft is None else fate.ttft / NS_PER_S for fate in fates]
+        times = [cell(each, format_seconds) for each in seconds] if self.whatif.timed else []
         hits = [f"{fate.hit_tokens:,}" for fate in fates]
         return [str(change.request), f"{change.prompt:,}", *hits, *times]
 
 
-def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[Row]:  # noqa: C901 - in order
+def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[TableRow]:  # noqa: C901 - in order
     """Yield the rows of a table of runs, the most important first.
 
-    A row has its name, the value of the first run, and of each other its value and how that
-    differs from the first.
+    A row has its name, the value of the first run, and for each other run its value and the
+    change from the first.
     """
     hits = [run.hit for run in runs]
     for weight in ("block", "token", "request"):
@@ -161,17 +156,17 @@ def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[Row]:  # no
     yield _row("rejected", [run.rejected for run in runs], _count)
 
 
-def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> Row:
+def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> TableRow:
     before = values[0]
-    cells = [NONE if value is None else write(value) for value in values]
+    cells = [cell(value, write) for value in values]
     changes = [change_text(before, after, write) for after in values[1:]]
     return [name, cells[0], *chain(*zip(cells[1:], changes, strict=True))]
 
 
 def change_text(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
-    """Return a change in words: shares in points, counts as they are, other values in percent.
+    """Return a change in words: of shares in points, of counts as a number, else in percent.
 
-    `=` is the same, `≈` next to it.
+    `=` stands for no change, `≈` for a change that rounds to 0.
     """
     if before is None or after is None:
         return NONE
@@ -194,12 +189,8 @@ def _count(count: int) -> str:
     return f"{count:,}"
 
 
-def _ttft(time: int | None) -> str:
-    return NONE if time is None else format_seconds(time / NS_PER_S)
-
-
 def config_text(value: Any) -> str:
-    """Return a part of a configuration in the command line's form."""
+    """Format a part of a configuration as on the command line."""
     if value is None or value == []:
         return "none"
     if isinstance(value, list):

@@ -11,16 +11,9 @@ from kvcore import InputError, compare, plan
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.report import ComparisonReport
-from kvcore.report.charts import (
-    Chart,
-    Panel,
-    comparison_chart,
-    plan_chart,
-    spread,
-    sweep_axis,
-    sweep_chart,
-)
+from kvcore.report.charts import Chart, Panel, spread
 from kvcore.report.plan import PlanReport
+from kvcore.report.sweep import SweepReport, chart_axis
 
 pytest.importorskip("matplotlib")
 
@@ -36,7 +29,7 @@ def texts(chart, **how):
 def test_a_comparison_by_size():
     """A line a policy over the sizes, and the bound."""
     found = compare(SMALL, "lru,lfu,optimum", [160, 400])
-    chart = comparison_chart(ComparisonReport(found))
+    chart = ComparisonReport(found).chart()
     lines = chart.panels[0].lines
     assert list(lines) == ["lru", "lfu", "optimum"]
     for row in found.rows:
@@ -51,7 +44,7 @@ def test_a_comparison_with_tiers():
     """What the tiers had as well is a line of its own."""
     tier = "host:memory=1GiB"
     found = compare(SMALL, "lru", [160, 400], tier=tier)
-    lines = comparison_chart(ComparisonReport(found)).panels[0].lines
+    lines = ComparisonReport(found).chart().panels[0].lines
     assert list(lines) == ["lru", "lru + tiers"]
     assert [value for _, value in lines["lru + tiers"]] == [
         row.reuse_ratio["block"] for row in found.rows
@@ -60,7 +53,7 @@ def test_a_comparison_with_tiers():
 
 def test_one_size_is_bars():
     """With their values; a small chart has no caption."""
-    chart = comparison_chart(ComparisonReport(compare(SMALL, "lru,lfu", 160)))
+    chart = ComparisonReport(compare(SMALL, "lru,lfu", 160)).chart()
     value = chart.panels[0].lines["lru"][0][1]
     told = texts(chart, small=True)
     assert {"lru", "lfu", f"{100 * value:.3g}%", "blocks looked up that hit"} <= told
@@ -83,7 +76,7 @@ def test_nothing_looked_up_is_drawn():
 )
 def test_the_axis_of_a_sweep(axes, asked, axis):
     """It is the one of numbers, or the one that was asked for; seeds are names."""
-    assert sweep_axis(Grid("compare", **axes), asked) == axis
+    assert chart_axis(Grid("compare", **axes), asked) == axis
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_the_axis_of_a_sweep(axes, asked, axis):
 def test_what_a_sweep_cannot_be_drawn_over(axes, asked, fault):
     """The error says what to choose from."""
     with pytest.raises(InputError, match=fault):
-        sweep_axis(Grid("compare", **axes), asked)
+        chart_axis(Grid("compare", **axes), asked)
 
 
 def swept(tmp_path, mode, **axes):
@@ -118,7 +111,7 @@ def test_a_sweep_without_a_clock(tmp_path):
     found = swept(tmp_path, "compare", eviction=["lru", "lfu"], blocks=[160, 400])
     rows = [*found.rows]
     rows[0] = {**rows[0], "hit_ratio_block": None, "error": "it died"}
-    chart = sweep_chart(attrs.evolve(found, rows=rows), "blocks")
+    chart = SweepReport(attrs.evolve(found, rows=rows)).chart("blocks")
     points = [
         (row["blocks"], row["hit_ratio_block"]) for row in rows if row["eviction"] == "lfu"
     ]
@@ -130,7 +123,7 @@ def test_a_sweep_without_a_clock(tmp_path):
 def test_a_sweep_under_a_clock(tmp_path):
     """A panel a measure, over memory in bytes."""
     found = swept(tmp_path, "simulate", memory=["1GiB", "2GiB"], scheduler=["fcfs", "lpm"])
-    chart = sweep_chart(found, "memory")
+    chart = SweepReport(found).chart("memory")
     assert [panel.label for panel in chart.panels] == [
         "goodput, requests/s", "TTFT, mean", "hits, of tokens",
     ]  # fmt: skip
@@ -142,12 +135,12 @@ def test_a_plan():
     found = plan(
         f"{SMALL},rate=4", slo="ttft=0.2", tier="none", tensor_parallel=[1, 2], max_gpus=2
     )
-    chart = plan_chart(PlanReport(found))
+    chart = PlanReport(found).chart()
     assert len(chart.panels[0].lines) == len(found.options) > 0
     assert chart.panels[-1].bound == ("asked for", 0.99)
     assert {"GPUs", "K/V memory in all, GiB", "asked for: 99%"} <= texts(chart)
     none = attrs.evolve(found, options=[])
-    assert "No fleet of up to 2 GPUs does." in texts(plan_chart(PlanReport(none)))
+    assert "No fleet of up to 2 GPUs does." in texts(PlanReport(none).chart())
 
 
 @pytest.mark.parametrize(

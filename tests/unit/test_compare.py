@@ -251,6 +251,13 @@ def test_progress_is_told_of_every_request_of_every_row():
     assert sum(steps) == total
 
 
+@pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [True], [0], -1])
+def test_pools_have_whole_numbers_of_blocks(blocks):
+    """Anything else is refused, and named."""
+    with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):
+        compare(small(), "lru", blocks)
+
+
 def test_a_trace_names_workload_seed_and_cost(tmp_path):
     """The header of a traced comparison says what the run depends on."""
     path = tmp_path / "trace.jsonl"

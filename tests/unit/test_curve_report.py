@@ -16,7 +16,7 @@ from kvcore.analysis import Curve, Curves, Source, Steps
 from kvcore.models.catalogue import find_model
 from kvcore.models.memory import KVLayout
 from kvcore.report import CurvesReport
-from kvcore.report.mrc import draw, percent, plot
+from kvcore.report.mrc import draw, percent
 
 PNG, SVG = b"\x89PNG\r\n", b"<?xml"
 LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)
@@ -103,7 +103,7 @@ def test_a_share_has_two_digits(share, text):
 def test_a_plot_is_the_same_every_time(form, magic, layout):
     """The same curves make the same bytes."""
     pytest.importorskip("matplotlib")
-    first, second = (plot(CurvesReport(CURVES, layout), form) for _ in range(2))
+    first, second = (CurvesReport(CURVES, layout).plot(form) for _ in range(2))
     assert first.startswith(magic)
     assert first == second
 
@@ -121,7 +121,7 @@ def test_a_plot_is_the_same_every_time(form, magic, layout):
 def test_odd_curves_are_drawn_too(curves):
     """One size, no look-up, more policies than colours, a pool larger than the footprint."""
     pytest.importorskip("matplotlib")
-    assert plot(CurvesReport(curves, LAYOUT), "png").startswith(PNG)
+    assert CurvesReport(curves, LAYOUT).plot("png").startswith(PNG)
 
 
 def drawn(curves, layout=None):
@@ -179,4 +179,4 @@ def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
     """The table and the numbers need it not."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
-        plot(CurvesReport(CURVES), "png")
+        CurvesReport(CURVES).plot("png")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from helpers.clusters import ZIPF, record_cluster
+from helpers.traces import lines, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
 from kvcore.analysis import explain
-from kvcore.analysis.cluster_misses import Holders
+from kvcore.analysis.misses import Holders
+from kvcore.errors import TraceError
 from kvcore.report.misses import RequestReport
 from kvcore.trace import ServerReader, read_events
 from kvcore.trace.check import check_event
@@ -123,6 +125,20 @@ def test_refused_requests_are_told(tmp_path):
     assert refused
     assert {each.replica for each in refused} <= {None, 0, 1, 2}
     assert {each.rejected for each in refused} == {"all replicas have failed"}
+
+
+def test_a_rejected_request_that_there_is_not_is_no_trace(tmp_path):
+    """The line is named, as every other that does not fit those before it."""
+    fail = [f"replica={number},at=0.2" for number in range(3)]
+    path = record_cluster(tmp_path / "trace.jsonl", fail=fail)
+    events = lines(path)
+    refused = next(
+        event for event in events if event["event"] == "REJECT" and "replica" not in event
+    )
+    refused["request"] = "unknown"
+    seal(path, events)
+    with pytest.raises(TraceError, match="REJECT: request 'unknown' does not exist"):
+        explain(path)
 
 
 PROMPTS = [(0, 1, 2, 3), (0, 1, 4), (0, 5, 6), (7, 8)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvcore.analysis.miss_classifier import LastEventIndex
 from kvcore.analysis.miss_reasons import Eviction
-from kvcore.analysis.misses import LastEventIndex
 
 KEYS = ["a", "ab", "abc"]
 

@@ -140,7 +140,7 @@ def cache_lines(path, asks):
 )
 def test_events_are_told_in_words(tmp_path, make, texts):
     """The last ones that a reader cares for, with their times."""
-    told = viewed(make(tmp_path / "run.jsonl")).told(500)
+    told = viewed(make(tmp_path / "run.jsonl")).last_events(500)
     for text in texts:
         assert any(text in each for each in told), (text, told)
     assert all(each.startswith("0:00.0  ") for each in told)

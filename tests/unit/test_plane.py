@@ -10,6 +10,8 @@ from kvcore.analysis.plane import plane
 from kvcore.models.catalogue import load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
+from kvcore_plugins.eviction import FIFO
+from kvcore_plugins.tier import Host
 from kvcore_plugins.workload import Zipf
 
 pytest.importorskip("numba", reason="needs the extra `lab`")
@@ -112,13 +114,15 @@ def test_what_takes_longer_to_load_than_to_compute_is_not_loaded(bandwidth, load
         (host(99), {"eviction": "fifo"}, "eviction=fifo"),
         (host(99), {"eviction": "lru,fifo"}, "a plane is of one policy"),
         (host(99), {"eviction": "optimum"}, "a plane is of one policy"),
+        (host(99), {"jobs": 0, "exact": True}, "0 jobs were asked for"),
+        (host(99), {"points": 1}, "a curve through 1 sizes"),
         ("host", {}, "memory"),
     ],
 )
 def test_what_a_plane_cannot_show_is_refused(tier, options, fault):
     """By name, with what to do."""
     with pytest.raises(InputError, match=fault):
-        plane(SMALL, tier, LAYOUT, pools=[300], points=2, **options)
+        plane(SMALL, tier, LAYOUT, **{"pools": [300], "points": 2, **options})
 
 
 def test_with_exact_any_rule_is_replayed():
@@ -127,3 +131,17 @@ def test_with_exact_any_rule_is_replayed():
     found = plane(SMALL, tier, LAYOUT, pools=[300], points=2, exact=True, eviction="lfu")
     assert found.eviction == "lfu"
     assert found.points[-1][0].found_blocks > 0
+
+
+def test_one_process_replays_policies_that_cannot_be_sent_to_another():
+    """A class inside a function, and a tier with an instance, which no two caches share."""
+
+    class Local(FIFO):
+        name = "local"
+
+    tier = Host(memory=500 * BLOCK, eviction=FIFO())
+    options = {"pools": [300], "points": 2, "exact": True}
+    found = plane(SMALL, tier, LAYOUT, eviction=Local, **options)
+    assert found.points == plane(SMALL, tier, LAYOUT, eviction="fifo", **options).points
+    with pytest.raises(InputError, match="cannot be sent to another process"):
+        plane(SMALL, tier, LAYOUT, eviction=Local, jobs=2, **options)

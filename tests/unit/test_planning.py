@@ -31,12 +31,12 @@ ONE = {"tensor_parallel": 1, "latency": GPU, "max_gpus": 1, "tier": "none", "pol
 def served(tmp_path):
     """Return a function that plans for prompts, by their keys, one a second."""
 
-    def invoke(prompts, *, gap=1000, **options):
+    def invoke(prompts, *, gap=1000, output=1, **options):
         rows = (
             {
                 "timestamp": gap * number,
                 "input_length": KEY * len(keys),
-                "output_length": 1,
+                "output_length": output,
                 "hash_ids": keys,
             }
             for number, keys in enumerate(prompts)
@@ -206,12 +206,26 @@ class _Telling:
         ({"model": "llama-3-70b"}, "llama-3-70b on 1 x h100: weights"),
         ({"tier": "nowhere:memory=1GiB"}, "tier"),
         ({"blokcs": 9}, "blokcs"),
+        ({"scheduler": ["fcfs", "lpm"]}, "scheduler: 2 values were given"),
+        ({"router": "random"}, "router: a plan divides sessions by hash"),
+        ({"fail": "replica=0,at=1"}, "fail: a plan divides sessions by hash"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(served, options, fault):
     """By what is wrong with it."""
     with pytest.raises(InputError, match=fault):
         served([[1, 2]], **options)
+
+
+def test_steps_verify_drafts(served):
+    """With a drafter requests end sooner, as in a simulation of one server."""
+    prompts = [each() for each in [unique()] * 10]
+    options = {"slo": "ttft=10", "blocks": blocks(10)}
+    plain, drafted = (
+        served(prompts, output=100, drafter=drafter, **options).best.served.tpot_s["mean"]
+        for drafter in (None, "acceptance:tokens=3,probability=0.9")
+    )
+    assert drafted < plain / 2
 
 
 def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):

@@ -10,10 +10,13 @@ import attrs
 import orjson
 import pytest
 from helpers import traces
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, PluginError, Trace, simulate
 from kvcore.analysis.timeline import Kind, Timeline
 from kvcore.report import plots
+from kvcore.report.figure import log_ticks
 from kvcore.trace import rebuild_residency
 
 pytest.importorskip("matplotlib")
@@ -233,3 +236,26 @@ def test_without_matplotlib(served, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"a plot needs matplotlib .*'kvcore\[lab\]'"):
         plots.occupancy(served, "png")
+
+
+@given(st.floats(1e-9, 1e6), st.floats(1.15, 1e5))
+def test_a_logarithmic_axis_has_ticks(low, ratio):
+    """Several, all on it, however short it is."""
+    ticks = log_ticks(low, low * ratio)
+    assert len(ticks) > 1
+    assert ticks == sorted(ticks)
+    assert low <= ticks[0] < ticks[-1] <= low * ratio
+
+
+def test_a_window_without_lookups_at_any_point_has_no_line(tmp_path):
+    """The hits since the start are drawn alone."""
+    times = [0, *[1] * 100, 3000, 4000]
+    with Trace(tmp_path / "run.jsonl") as trace:
+        cache = KVCache(8, traces.BLOCK, trace=trace)
+        for number, now in enumerate(times):
+            seq = cache.open(traces.ask(number, "ab" if now == 1 else ""), None, now)
+            cache.commit(seq, seq.tokens - seq.computed, now)
+            cache.close(seq, now)
+    found = drawn(plots.hits, Timeline.read(tmp_path / "run.jsonl"))
+    assert "since the start: 49.5%" in found
+    assert not any("in the last" in text for text in found)

@@ -259,6 +259,7 @@ def test_a_frame_has_a_row_each(monkeypatch):
     ("options", "wrong"),
     [
         ({"tokens": 0}, "must be 1 or more"),
+        ({"needles": -1}, "needles=-1: give 0 or more"),
         ({"texts": 0}, "must be 1 or more"),
         ({"budgets": (0.5, 1)}, "budget 1: give shares"),
         ({"budgets": (0,)}, "budget 0: give shares"),

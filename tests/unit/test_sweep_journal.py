@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -131,6 +132,18 @@ def test_the_lock_of_a_killed_process_is_none(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "j"], check=False)
     assert done.returncode == -9
     assert read(tmp_path / "j") == {"ab": {"hits": 1}}
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    """No other process has the journal there: the lock itself failed."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    path = tmp_path / "journal.jsonl"
+    with pytest.raises(InputError, match=r"cannot be locked .* \(No locks available\)"):
+        Journal(path).__enter__()
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):

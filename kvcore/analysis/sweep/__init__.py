@@ -1,4 +1,4 @@
-"""Sweeps: a grid of runs over many processes, which can be killed and goes on."""
+"""Sweeps: a grid of runs on many processes, which can be killed and resumed."""
 
 from kvcore.analysis.sweep.grid import AXES, MODES, Grid, Mode, axes_of
 from kvcore.analysis.sweep.journal import Journal

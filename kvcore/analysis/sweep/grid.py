@@ -19,7 +19,7 @@ from kvcore.plugins.options import Spec, spec_of
 from kvcore.workloads import Workload
 
 Mode: TypeAlias = Literal["simulate", "compare"]
-"""What the cells of a sweep do: serve under a clock, or replay without one."""
+"""The mode of the cells of a sweep: serve under a clock, or replay without one."""
 
 MODES: tuple[Mode, ...] = ("simulate", "compare")
 """The modes of a sweep."""
@@ -28,7 +28,7 @@ UNTIMED = (
     *("workload", "limit", "window", "model", "device", "codec", "accounting"),
     *("block_size", "blocks", "memory", "tier", "prefix", "seed", "eviction"),
 )
-"""The axes of a sweep without a clock. It uses nothing that takes time."""
+"""The axes of a sweep without a clock: options that do not depend on time."""
 
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
@@ -47,34 +47,35 @@ TIMED = (
     *("slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
-"""The axes of a sweep under a clock, which counts tokens."""
+"""The axes of a sweep under a clock, which accounts for tokens."""
 
 AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
 
 
 CLUSTER = ("replicas", "view", "fail", "autoscale", "router")
-"""The axes of several servers that share the requests."""
+"""The axes of clusters: several servers that share the requests."""
 
 PART = ("limit", "window", "tier", "drafter", *CLUSTER)
-"""The axes that a table has only where they are given."""
+"""The axes that are columns of a table only if they are given."""
 
 
 class Grid:
     """Every combination of the values of a sweep's axes.
 
     Args:
-        mode: of all cells: `simulate`, under a clock, or `compare`, serial and untimed.
-        axes: options of `RunConfig`, each with a value or a list of values. A value that
-            comes twice in a list counts once.
+        mode: the mode of all cells: `simulate`, under a clock, or `compare`, serial and
+        untimed.
+        axes: options of `RunConfig`, each with a value or a list of values. Equal values in a
+            list count once.
 
     Attributes:
-        mode: as given.
+        mode: the mode of all cells.
         axes: the values of each axis that was given, in the order of `axes_of`.
 
     Raises:
-        InputError: an unknown mode, an axis that there is not, or not in this mode, one
-            without a value, or a value that cannot be; names the axis.
+        InputError: an unknown mode, an axis that does not exist in this mode or has no value,
+            or a value that is not valid; names the axis.
     """
 
     def __init__(self, mode: Mode = "simulate", **axes: Any) -> None:
@@ -107,13 +108,13 @@ class Grid:
 
 @attrs.frozen
 class SweepFile:
-    """A sweep in TOML: options of a run, each with a value or a list, and where it is run.
+    """A sweep in TOML: options of a run, each with a value or a list, and those of the sweep.
 
     Attributes:
         grid: the cells.
-        out: where the results go; None: not given.
-        jobs: how many cells at a time; None: not given.
-        executor: where cells are run; None: not given.
+        out: the path of the results; None: not given.
+        jobs: number of cells at a time; None: not given.
+        executor: name of the executor; None: not given.
     """
 
     grid: Grid
@@ -123,11 +124,11 @@ class SweepFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file. Its keys are `mode`, the axes, and the other attributes.
+        """Read a file. Its keys are `mode`, the axes, `out`, `jobs` and `executor`.
 
         Raises:
-            InputError: as `read_toml` and `Grid`, or several values of what has one; names
-                the file and the key.
+            InputError: as for `read_toml` and `Grid`, or several values of a key that takes
+                one; names the file and the key.
         """
         values = read_toml(path, sweep_keys(), lists=True)
         try:
@@ -143,7 +144,7 @@ class SweepFile:
 
 
 OWN: Mapping[str, Any] = {"out": Path, "jobs": int, "executor": str}
-"""The keys of a sweep's file that are no axes, and their types."""
+"""The keys of the file of a sweep that are no axes, and their types."""
 
 
 def sweep_keys() -> dict[str, Any]:
@@ -159,12 +160,12 @@ def _single(key: str, values: tuple[Any, ...]) -> Any:
 
 
 def axes_of(mode: str) -> list[str]:
-    """Return the names of the axes that there are in `mode`, in order."""
+    """Return the names of the axes of a mode, in order."""
     return list(TIMED if mode == "simulate" else UNTIMED)
 
 
 def _values(name: str, given: Any) -> tuple[Any, ...]:
-    """Return the values of an axis as a cell has them, each once."""
+    """Return the values of an axis in the form of a cell, without repetitions."""
     values: list[Any] = []
     for value in given if isinstance(given, (list, tuple, range)) else [given]:
         read = _resolved(name, read_option(name, value))
@@ -192,7 +193,7 @@ def _resolved(name: str, value: Any) -> Any:
 
 
 def _workload(given: str | Path | Workload) -> Spec:
-    """Return a workload as a plugin with options, which other processes build."""
+    """Return a workload as a plugin with options, from which other processes build it."""
     plugins = Plugins()
     if isinstance(given, str) and given.partition(":")[0].strip() in plugins.names("workload"):
         with suppress(InputError):  # `trace:FILE` is short for a path

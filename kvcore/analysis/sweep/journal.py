@@ -1,4 +1,4 @@
-"""The journal of a sweep or a plan: a line a finished run, on the disk before the next."""
+"""The journal of a sweep or a plan: one line per finished run, on the disk before the next."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ HEAD = b'{"schema":'
 class Journal:
     """The results of finished cells, in a file that only grows.
 
-    A line is written in one piece and synced, so that a sweep that is killed loses at most
-    the cells it was at. A last line that was torn is cut off when the journal is opened.
-    Each line ends with a digest of itself; one that does not match is skipped, so that its
-    cell is missing and run again. A lock of the kernel's keeps the journal to one sweep at a
-    time; it dies with its process, so that none is ever stale. Use it as a context manager.
+    A line is written at once and synced, so that a killed sweep loses at most the cells that
+    were running. A last line that is incomplete is cut off when the journal is opened. Each
+    line ends with a digest of itself; a line whose digest is wrong is skipped, so that its cell
+    is run again. A kernel lock allows one sweep at a time; it ends with its process, so that no
+    stale lock remains. Use it as a context manager.
 
     Attributes:
-        path: the file, made if need be.
-        results: of the finished cells, by digest.
+        path: the file; it is created if it does not exist.
+        results: the results of the finished cells, by digest.
         damaged: numbers of the lines that were skipped.
 
     Raises:
-        InputError: another process has it, naming which; the file cannot be used, is no
-            journal, or is one of another schema.
+        InputError: another process uses the journal (the error names it), or the file cannot be
+            used, is no journal, or has another schema.
         StorageError: the disk refused a line (from `add`).
     """
 
@@ -85,15 +85,21 @@ class Journal:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             msg = (
                 f"{self.path}: {self._holder()} is using it: wait for that one, or "
                 "give another --out"
             )
             raise InputError(msg) from error
+        except OSError as error:  # a file system without locks
+            msg = (
+                f"{self.path}: cannot be locked against other processes ({error.strerror}): "
+                "give an --out on another file system"
+            )
+            raise InputError(msg) from error
 
     def _holder(self) -> str:
-        """Return the name of the process that has the journal: the last that wrote its id."""
+        """Return the name of the process that uses the journal: the last to write its id."""
         for line in reversed(self.path.read_bytes().splitlines(keepends=True)):
             entry = _entry(line)
             if entry is not None and "run" in entry:
@@ -101,7 +107,7 @@ class Journal:
         return "another process"
 
     def _read(self) -> None:
-        """Store the finished cells, note damaged lines, and cut off a torn last one."""
+        """Store the finished cells, note damaged lines, and cut off an incomplete last one."""
         *lines, torn = self.path.read_bytes().split(b"\n")
         entries = [_entry(line + b"\n") for line in lines]
         if not any(entries) and (lines or not HEAD.startswith(torn[: len(HEAD)])):
@@ -120,17 +126,17 @@ class Journal:
 
 
 def _seal(content: bytes) -> bytes:
-    """Return the end of the line that begins with `content`, which has its digest.
+    """Return the end of the line that begins with `content`: its digest.
 
-    Lines are not chained, since any may be skipped; nor do they name their sweep, since a
-    cell's own name stands for all that its result depends on.
+    Lines are not chained, since any of them may be skipped; nor do they name their sweep, since
+    the digest of a cell stands for everything that its result depends on.
     """
     digest = blake2b(content, digest_size=DIGEST_BYTES, person=b"kvcore.sweep.%d" % SCHEMA)
     return b',"digest":"%s"}\n' % digest.hexdigest().encode()
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return the entry of a line; None if it is not one that a journal wrote."""
+    """Return the entry of a line; None if its digest is wrong."""
     content = line[: -len(_seal(b""))]
     if line != content + _seal(content):
         return None

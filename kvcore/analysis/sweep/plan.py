@@ -1,4 +1,4 @@
-"""Run a sweep: every cell of a grid once, on processes of this machine or a Ray cluster."""
+"""Run a sweep: every cell of a grid once, in processes of this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from uuid import uuid4
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.sweep.grid import CLUSTER as OF_CLUSTER
-from kvcore.analysis.sweep.grid import PART, Grid, axes_of
+from kvcore.analysis.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import (
-    CLUSTER,
+    CLUSTER_COLUMNS,
     RESULTS,
     CellRun,
     CellRunner,
@@ -39,10 +38,10 @@ Row: TypeAlias = dict[str, Any]
 
 
 class Executor(Protocol):
-    """The machines on which cells are run."""
+    """Runs tasks, on this machine or others."""
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
-        """Yield the outcomes of `tasks` as they come, one for each."""
+        """Yield the outcome of each of `tasks`, in the order in which they end."""
 
 
 CONNECT_SECONDS = 10.0
@@ -50,19 +49,19 @@ CONNECT_SECONDS = 10.0
 
 @attrs.frozen
 class RayCluster:
-    """Runs tasks on a Ray cluster that is there already.
+    """Runs tasks on a Ray cluster that already runs.
 
-    Its machines need kvcore, the plugins and the files of the workloads, at the same paths;
-    what is not the same there is refused, cell by cell. A worker that dies takes its own
-    task along and no other; Ray begins that anew.
+    Its machines need kvcore, the plugins and the files of the workloads, at the same paths; a
+    cell for which one of them differs fails. A worker that dies takes no other task with it;
+    Ray starts its task again.
 
     Attributes:
-        address: `host:port` or `ray://host:port`; `auto`: the one on this machine, or that
-            RAY_ADDRESS names; `local`: one that begins here and ends with the sweep.
-        jobs: how many cells at a time, at most; None: as many as the cluster takes.
+        address: `host:port` or `ray://host:port`; `auto`: the cluster on this machine, or the
+            one that RAY_ADDRESS names; `local`: a cluster that is started for the sweep.
+        jobs: the most cells at a time; None: as many as the cluster takes.
 
     Raises:
-        InputError: no cell at a time.
+        InputError: `jobs` is below 1.
         PluginError: Ray is not installed, or there is no cluster (from `run`).
     """
 
@@ -70,13 +69,13 @@ class RayCluster:
     jobs: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse to run nothing."""
+        """Check `jobs`."""
         if self.jobs is not None and self.jobs < 1:
             msg = f"jobs={self.jobs}: give at least 1 cell at a time"
             raise InputError(msg)
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
-        """Yield the outcomes of `tasks` as they come."""
+        """Yield the outcomes of `tasks`, in the order in which they end."""
         tasks = queue_of(tasks)
         if not tasks:
             return
@@ -131,7 +130,7 @@ def _check_answers(address: str) -> None:
 
 
 def attempt(sweep: str, folder: str, task: Task) -> Outcome:
-    """Run a task: what a worker of Ray does. Paths in it are relative to `folder`."""
+    """Run a task in a worker of Ray. Paths in the task are relative to `folder`."""
     with suppress(OSError):
         os.chdir(folder)
     return _runner(sweep).attempt(task)
@@ -159,26 +158,29 @@ def _outcome(ray: Any, done: Any, task: Task) -> Outcome:
 class Processes:
     """Runs tasks in processes of this machine.
 
-    When a worker dies, the tasks that were running are begun anew, each alone; one whose
-    workers die a few times counts as failed.
+    When a worker dies, the tasks that were running are run again, each alone; a task whose
+    workers die a few times has failed.
 
     Attributes:
-        jobs: how many processes; None: one for each CPU that this one may use.
+        jobs: number of processes; None: one for each CPU that this process may use.
 
     Raises:
-        InputError: fewer than one.
+        InputError: `jobs` is below 1.
     """
 
     jobs: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse to run nowhere."""
+        """Check `jobs`."""
         if self.jobs is not None and self.jobs < 1:
             msg = f"jobs={self.jobs}: give at least 1 process"
             raise InputError(msg)
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
-        """Yield the outcomes of `tasks` as they come. No process outlives the generator."""
+        """Yield the outcomes of `tasks` in the order in which they end.
+
+        No process outlives the generator.
+        """
         jobs = cpus() if self.jobs is None else self.jobs
         with closing(work_all(_local_runner, tasks, jobs)) as done:
             for task, outcome in done:
@@ -189,7 +191,7 @@ class Processes:
 
 
 def _local_runner() -> Callable[[Task], Outcome]:
-    """Return what a worker does."""
+    """Return the function that runs the tasks of a worker."""
     return CellRunner().attempt
 
 
@@ -198,7 +200,7 @@ class ThisProcess:
     """Runs tasks one after another in this process."""
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
-        """Yield the outcomes of `tasks` as they come."""
+        """Yield the outcomes of `tasks`, in their order."""
         runner, tasks = CellRunner(), queue_of(tasks)
         while tasks:
             yield runner.attempt(tasks.popleft())
@@ -208,7 +210,7 @@ def executor_named(text: str, jobs: int | None = None) -> Processes | RayCluster
     """Return the executor that `local`, `ray` or `ray:ADDRESS` names.
 
     Raises:
-        InputError: another name, or no job.
+        InputError: another name, or `jobs` below 1.
     """
     name, _, address = text.partition(":")
     if text == "local":
@@ -221,18 +223,18 @@ def executor_named(text: str, jobs: int | None = None) -> Processes | RayCluster
 
 
 def executor_for(where: str | None, jobs: int | None) -> Executor:
-    """Return this process for one local task at a time, otherwise as `executor_named`."""
+    """Return `ThisProcess` for one local task at a time, otherwise as `executor_named`."""
     alone = jobs == 1 and where in (None, "local")
     return ThisProcess() if alone else executor_named(where or "local", jobs)
 
 
 @attrs.frozen
 class Plan:
-    """The cells of a grid, each of which can be run.
+    """The tasks of a grid: all its cells, checked.
 
     Attributes:
-        grid: what was asked for.
-        tasks: one a cell, in the grid's order.
+        grid: the grid.
+        tasks: one per cell, in the order of the grid.
         rows: the axes of each cell.
     """
 
@@ -242,12 +244,12 @@ class Plan:
 
     @classmethod
     def of(cls, grid: Grid) -> Self:
-        """Build the parts of every cell once, and name the cell.
+        """Build the parts of every cell once, and compute its digest.
 
-        Reads each workload for its digest; runs nothing.
+        Reads each workload for its digest; runs no cell.
 
         Raises:
-            InputError, PluginError: a cell that cannot be; names the option.
+            InputError, PluginError: a cell is not valid; names the option.
         """
         known = WorkloadCache()
         tasks, rows = [], []
@@ -264,12 +266,12 @@ class Sweep(Shown):
     """The result of a sweep.
 
     Attributes:
-        grid: what was asked for.
-        rows: one a cell, in the grid's order, all with the same columns: its axes, its
-            result, and `error`, which says why it failed. The same on every machine, and
-            however often the sweep was killed on the way.
-        found: how many distinct cells the journal had already.
-        ran: how many were run.
+        grid: the grid.
+        rows: one per cell, in the order of the grid, with equal columns: its axes, its result,
+            and `error`, the reason of its failure. They are the same on every machine, and if
+            the sweep was killed and resumed.
+        found: number of distinct cells that the journal had before.
+        ran: number of distinct cells that were run.
     """
 
     grid: Grid
@@ -300,18 +302,18 @@ def sweep(
 ) -> Sweep:
     """Run the cells of `plan` that `journal` does not have.
 
-    Each is written to the journal when it is finished. Cells that come to the same are run
-    once; a cell that lacks a column in the journal is run again. Memory grows with the
-    cells, not with the requests.
+    A cell is written to the journal when it has ended. Cells with equal digests are run once; a
+    cell that lacks a column in the journal is run again. Memory grows with the cells, not with
+    the requests.
 
     Args:
         plan: the cells.
-        journal: the finished cells; open.
-        executor: where to run; None: `Processes()`.
-        progress: is given the number of finished cells; None: nothing is.
+        journal: the finished cells; it is open.
+        executor: runs the cells; None: `Processes()`.
+        progress: shows the number of cells that have ended; None: no progress.
 
     Raises:
-        PluginError: the executor cannot work here.
+        PluginError: the executor cannot be used here.
         StorageError: the journal cannot be written.
     """
     axes = {task.digest: row for task, row in zip(plan.tasks, plan.rows, strict=True)}
@@ -335,11 +337,12 @@ def sweep(
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
             tick(1)
-    shown = columns if plan.grid.axes.keys() & set(OF_CLUSTER) else columns.keys() - CLUSTER
-    rows = [
-        row | {name: known.get(task.digest, columns)[name] for name in columns if name in shown}
-        for task, row in zip(plan.tasks, plan.rows, strict=True)
-    ]
+    hidden = () if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS
+    shown = [name for name in columns if name not in hidden]
+    rows = []
+    for task, row in zip(plan.tasks, plan.rows, strict=True):
+        result = known.get(task.digest, columns)
+        rows.append(row | {name: result[name] for name in shown})
     if plan.grid.mode == "compare":
         _add_shares(rows)
     for task, row in zip(plan.tasks, rows, strict=True):
@@ -348,7 +351,7 @@ def sweep(
 
 
 def _add_shares(rows: list[Row]) -> None:
-    """Add each row's share of what the optimum hits where all but the policy is the same."""
+    """Add to each row its share of the optimum's hits in an otherwise equal cell."""
     axes = [name for name in axes_of("compare") if name not in ("eviction", "memory")]
 
     def contest(row: Row) -> tuple[Any, ...]:

@@ -52,11 +52,11 @@ TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
 SPREAD = ("mean", "p50", "p90", "p95", "p99")
 
-TIMED = {
+TIMED_COLUMNS = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
     "saturated": "saturation.saturated",
     "simulated_s": "simulated_s",
-    # `steps` is what they may hold.
+    # The axis `steps` is the kind of steps.
     "step_count": "steps",
     **{f"{time}_{part}": f"{time}.{part}" for time in TIMES for part in SPREAD},
     "throughput_tokens_s": "throughput_tokens_s",
@@ -73,28 +73,31 @@ TIMED = {
     "pool_active_mean": "pool.active.mean",
     "pool_active_peak": "pool.active.peak",
 }
-"""Columns of a simulated cell, and where each is in the summary of its run."""
+"""Columns of a simulated cell, and the path of each in the summary of its run."""
 
-CLUSTER = {
+CLUSTER_COLUMNS = {
     "imbalance_requests": "imbalance.requests.most",
     "imbalance_busy": "imbalance.busy.most",
     "retried": "retried",
     "replica_s": "replica_s",
 }
-"""More columns of a cell with several servers; none of one with a single one."""
+"""Further columns of a cell with several servers, and their paths."""
 
-UNTIMED = (
+UNTIMED_COLUMNS = (
     *("requests", *HITS, "evicted_blocks", "reused_blocks"),
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
-RESULTS: dict[Mode, tuple[str, ...]] = {"simulate": (*TIMED, *CLUSTER), "compare": UNTIMED}
-"""The columns that a cell's run fills, by mode."""
+RESULTS: dict[Mode, tuple[str, ...]] = {
+    "simulate": (*TIMED_COLUMNS, *CLUSTER_COLUMNS),
+    "compare": UNTIMED_COLUMNS,
+}
+"""The columns of the result of a cell, by mode."""
 
 
 @attrs.frozen
 class Task:
-    """A cell to be run, and the digest that names it."""
+    """A cell to run, and its digest."""
 
     digest: str
     cell: RunConfig
@@ -103,14 +106,14 @@ class Task:
         """Return the columns of the result.
 
         Raises:
-            KvcoreError: this process would run another cell.
+            KvcoreError: the cell has another digest in this process.
         """
         cell = CellRun(self.cell, known)
         self.check(cell.digest)
         return cell.run()
 
     def check(self, digest: str) -> None:
-        """Raise KvcoreError if what this process would run has another digest."""
+        """Raise KvcoreError if `digest`, computed in this process, is not that of the task."""
         if digest != self.digest:
             msg = (
                 "this process would run another cell: a file, a plugin or kvcore itself has "
@@ -121,13 +124,13 @@ class Task:
 
 @attrs.frozen
 class Outcome:
-    """The result of a task, or why there is none.
+    """The result of a task, or the reason of its failure.
 
     Attributes:
-        digest: of its cell.
-        result: its columns; None if it failed.
-        error: why it failed.
-        wall_s: seconds it took.
+        digest: digest of the task.
+        result: the columns of the result; None if the task failed.
+        error: the reason of a failure.
+        wall_s: seconds that the task took.
     """
 
     digest: str
@@ -139,11 +142,11 @@ class Outcome:
 class WorkloadCache:
     """The plugins, open workloads and digests that the cells of one process share.
 
-    A workload is opened once and read anew by each cell, so memory holds none of its
-    requests, but for the references that Belady's algorithm looks ahead with.
+    A workload is opened once and read again by each cell, so memory holds none of its requests,
+    except the future that Belady's algorithm needs or the traffic of a fleet.
 
     Attributes:
-        plugins: where names are looked up.
+        plugins: the installed plugins.
         file: returns the digest of a file, which is computed once.
     """
 
@@ -158,7 +161,7 @@ class WorkloadCache:
         """Return the parts of a cell.
 
         Raises:
-            InputError, PluginError: a part that cannot be as asked for; names the option.
+            InputError, PluginError: a part cannot be built; names the option.
         """
         make: type[RunParts] = RunParts
         if cell.is_cluster:
@@ -177,13 +180,13 @@ class WorkloadCache:
         return self._digests.get(key) or self._digests.setdefault(key, parts.workload.digest)
 
     def future(self, parts: RunParts) -> Future:
-        """Return the future references of a workload; only the latest are kept in memory."""
+        """Return the future of a workload; only the latest one is kept in memory."""
         geometry = parts.geometry
         read = partial(Future.read, geometry=geometry)
         return self.kept(parts, read, geometry.accounting, geometry.block_size)
 
     def kept(self, parts: RunParts, read: Callable[[Workload], T], *more: object) -> T:
-        """Return what `read` makes of a workload, and `more`; the latest one is kept."""
+        """Return `read(workload)`; the latest result is kept, and `more` is part of its key."""
         key = self.digest(parts), *more
         if self._kept[0] != key:
             self._kept = key, read(parts.workload)
@@ -202,10 +205,11 @@ class CellRun:
         parts: its parts.
         eviction: the eviction policy, or the optimum.
         cache: the cache; None for the optimum, which needs none.
-        scheduler, latency: what serves requests; None without a clock.
+        scheduler, latency: the scheduler and the latency model; None without a clock.
+        drafter: the drafter; None without one.
 
     Raises:
-        InputError, PluginError: a part that cannot be as asked for; names the option.
+        InputError, PluginError: a part cannot be built; names the option.
     """
 
     def __init__(self, cell: RunConfig, known: WorkloadCache) -> None:
@@ -224,18 +228,18 @@ class CellRun:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The axes of the cell, as a table has them: text, numbers, true or false."""
+        """The axes of the cell in the form of a table: text, numbers, true or false."""
         parts, cell = self.parts, self.parts.config
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
         row["tier"] = tiers_text(cast("Any", cell.tier))
-        row |= {name: replicas_text(row[name]) for name in ("replicas",) if name in row}
-        row |= {name: "; ".join(row[name]) for name in ("fail",) if name in row}
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
         if cell.timed:
             row["slo"] = slo_text(cast("SLO", cell.slo))
+            row["replicas"] = replicas_text(row["replicas"])
+            row["fail"] = "; ".join(row["fail"])
         else:
             row["accounting"] = parts.geometry.accounting
         return row | {
@@ -247,11 +251,11 @@ class CellRun:
 
     @property
     def digest(self) -> str:
-        """The name of the cell: BLAKE2b of all that its result depends on, as canonical JSON.
+        """The BLAKE2b digest of everything that the result depends on, as canonical JSON.
 
-        That is the version of kvcore, the digest of the workload, the sizes, and of every
-        plugin its name, its options and the file it is written in: a policy that was edited
-        is another one. Files that plugins read count by what is in them.
+        That is the version of kvcore, the digest of the workload, the sizes, and for every
+        plugin its name, its options and the content of its source file: an edited policy is
+        another policy. Files that plugins read count by their content.
         """
         text = orjson.dumps(self._description(), option=orjson.OPT_SORT_KEYS)
         return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
@@ -261,7 +265,8 @@ class CellRun:
         if self.scheduler is None or self.latency is None:
             return self._replayed()
         summary = self._summary()
-        return {column: _at(summary, path) for column, path in (TIMED | CLUSTER).items()}
+        paths = TIMED_COLUMNS | CLUSTER_COLUMNS
+        return {column: _at(summary, path) for column, path in paths.items()}
 
     def _summary(self) -> dict[str, Any]:
         """Simulate the cell; return the numbers of the run."""
@@ -340,7 +345,7 @@ class CellRun:
         return described
 
     def _cluster(self, parts: ClusterParts) -> dict[str, Any]:
-        """Return all that the result depends on of several servers."""
+        """Return everything about several servers that the result depends on."""
         alone: dict[str, Any] = {
             "replicas": 1,
             "fail": (),
@@ -367,7 +372,7 @@ class CellRun:
         }
 
     def _content(self, value: Any) -> Any:
-        """Return an option as JSON; of a file, the digest of its content."""
+        """Return an option as a JSON value; for a file, the digest of its content."""
         is_file = isinstance(value, Path) and value.is_file()
         return self._known.file(value) if is_file else plain(value)
 
@@ -379,17 +384,17 @@ class CellRunner:
         self._known = WorkloadCache()
 
     def attempt(self, task: Task) -> Outcome:
-        """Run a task; an exception becomes its outcome, so that other cells continue."""
+        """Run a task; an exception becomes its outcome, so that other tasks continue."""
         begin = perf_counter()
         try:
             result = task.run(self._known)
-        except FAILURES as error:  # reported, and the sweep fails in the end
+        except FAILURES as error:  # It is reported, and the sweep fails in the end.
             return Outcome(task.digest, None, _reason(error))
         return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
 
 
 def _optimum(parts: RunParts) -> Belady:
-    """Return the optimum that a cell asks for, where it is a bound."""
+    """Return the optimum of a cell; raise InputError if it bounds nothing there."""
     try:
         optimum = Belady.from_text(cast("Spec", parts.config.eviction).options)
     except InputError as error:
@@ -407,14 +412,14 @@ def _optimum(parts: RunParts) -> Belady:
 
 
 def _at(document: Any, path: str) -> Any:
-    """Return the value at a dotted path; None where there is none."""
+    """Return the value at a dotted path; None if a part of the path is missing."""
     for name in path.split("."):
         document = None if document is None else document.get(name)
     return document
 
 
 def _reason(error: Exception | SystemExit) -> str:
-    """Return why a cell failed; for an error that is not of kvcore's making, also where."""
+    """Return why a cell failed; for an error that kvcore does not raise itself, also where."""
     if isinstance(error, KvcoreError):
         return str(error)
     *_, frame = extract_tb(error.__traceback__)
