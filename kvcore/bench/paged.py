@@ -20,17 +20,11 @@ from kvcore.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
 from kvcore.bench.clocks import Call, DeviceClock, HostClock
 from kvcore.bench.result import Row, Settings, Target
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
+from kvcore.engine.dtypes import TORCH_DTYPES
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import Codec
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 16
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 COLD_BYTES, COLD_SETS = 1 << 29, 64
 """Bytes that calls rotate over, so that caches hold nothing of the next, and sets at most."""
@@ -159,7 +153,7 @@ class Bed:
     def random(self, *shape: int, seed: int = 0) -> Tensor:
         """Return normally distributed numbers in the dtype of the layout, on the device."""
         draw = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(*shape, generator=draw).to(DTYPES[self.backend.layout.dtype])
+        drawn = torch.randn(*shape, generator=draw).to(TORCH_DTYPES[self.backend.layout.dtype])
         return drawn.to(self.device)
 
     def fill(self) -> None:
@@ -241,7 +235,7 @@ class Bed:
         }
         error, library = self._attention_error(calls[0](), sets[0], queries, case)
         # The last place of a result in 16 bits; in more, sums over thousands of tokens.
-        eps = torch.finfo(DTYPES[backend.layout.dtype]).eps
+        eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 2 * library + (eps / 2 if eps > HALF_EPS else 32 * eps)
         right = {"error": error, "allowed": allowed}
         versions: list[Version] = [(self.name, calls, right)]
@@ -276,10 +270,10 @@ class Bed:
                 theirs.append(_rotating(backend, plan, rows, turn))
         calls[0]()
         error = self._stored_error(given, sets[0], tokens)
-        number = DTYPES[backend.layout.dtype].itemsize
+        number = TORCH_DTYPES[backend.layout.dtype].itemsize
         read = tokens * 2 * KV_HEADS * WIDTH * number
         codec = backend.layout.codec
-        eps = torch.finfo(DTYPES[backend.layout.dtype]).eps
+        eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 0.0 if codec is None else 2 * eps
         if turn is not None:
             read += turn.cos.nbytes + turn.sin.nbytes
@@ -448,7 +442,7 @@ class Bed:
             return "not available: flashinfer is not installed"
         layout, calls = self.backend.layout, []
         size = layout.block_size
-        dtype = DTYPES[layout.dtype]
+        dtype = TORCH_DTYPES[layout.dtype]
         try:
             # Zeros, as it asks for.
             workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)

@@ -1,13 +1,37 @@
 """The engine on tensors: backends, generators, and the executor of the serving loop."""
 
-from kvcore.engine.backend import Backend, DeviceMemory, Tensor, TensorLayout
-from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.compaction import Compactor
-from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
-from kvcore.engine.generator import Attend, AttendOptions, Generator
-from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
-from kvcore.engine.rotary import Rotary, Rotation
+from typing import TYPE_CHECKING
+
+from kvcore.lazy import deferred
 from kvcore.models.codec import Codec, Plane
+
+if TYPE_CHECKING:
+    from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, Tensor, TensorLayout
+    from kvcore.engine.batch import RaggedBatch
+    from kvcore.engine.compaction import Compactor
+    from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
+    from kvcore.engine.generator import Attend, Generator, attend_through
+    from kvcore.engine.retention import (
+        HeldTokens,
+        Reads,
+        ScoreRetention,
+        TokenRetention,
+        token_retention,
+    )
+    from kvcore.engine.rotary import Rotary, Rotation
+else:
+    __getattr__, __dir__ = deferred(
+        __name__,
+        {
+            "backend": "AttendOptions Backend DeviceMemory Tensor TensorLayout",
+            "batch": "RaggedBatch",
+            "compaction": "Compactor",
+            "drafter": "Draft DraftSequence TokenDrafter",
+            "generator": "Attend Generator attend_through",
+            "retention": "HeldTokens Reads ScoreRetention TokenRetention token_retention",
+            "rotary": "Rotary Rotation",
+        },
+    )
 
 __all__ = [
     "Attend",
@@ -30,4 +54,6 @@ __all__ = [
     "TensorLayout",
     "TokenDrafter",
     "TokenRetention",
+    "attend_through",
+    "token_retention",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 import attrs
 
@@ -100,6 +100,14 @@ class DeviceMemory:
     allocated: int
     free: int | None
     total: int | None
+
+
+class AttendOptions(TypedDict, total=False):
+    """Options of `Backend.attend`. Those left out have the defaults of that method."""
+
+    scale: float | None
+    window: int | None
+    sinks: int
 
 
 class Backend(Plugin):
@@ -212,14 +220,7 @@ class Backend(Plugin):
         return False
 
     def attend_weighed(
-        self,
-        layer: int,
-        plan: Any,
-        queries: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        self, layer: int, plan: Any, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return what `attend` does, and how much attention each token in the blocks got.
 
@@ -231,7 +232,7 @@ class Backend(Plugin):
         Raises:
             InputError: the backend cannot tell; unless overridden.
         """
-        del layer, plan, queries, scale, window, sinks
+        del layer, plan, queries, options
         msg = (
             f"backend {self.name!r} does not tell how much attention tokens get: take a "
             "retention policy that does not read it, or another backend"

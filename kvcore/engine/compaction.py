@@ -15,45 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import torch
 
 from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.dtypes import widened
 from kvcore.engine.generator import Generator
-from kvcore.engine.retention import HeldTokens, Reads, TokenRetention
+from kvcore.engine.retention import HeldTokens, Reads, TokenRetention, token_retention
 from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.codec import Part
-from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
-
-if TYPE_CHECKING:
-    import torch
+from kvcore.plugins import FAILURES, policy_error, wrong_answer
 
 FEW, SAMPLED = 8, 16
 """How many tokens there are for each that stays, and which of them `_bar` looks at first."""
-
-
-def token_retention(cache: KVCache) -> TokenRetention | None:
-    """Return the retention policy of `cache` if it selects single tokens, otherwise None.
-
-    Raises:
-        InputError: it says how many tokens stay, and not which.
-    """
-    retention = cache.retention
-    if isinstance(retention, TokenRetention):
-        return retention
-    if retention is not None and find_override(retention, "keeps") is not None:
-        msg = (
-            f"retention {retention.name!r} says how many tokens stay and not which, so it can "
-            "be simulated and not run: derive it from kvcore.engine.TokenRetention, whose "
-            "score() says which"
-        )
-        raise InputError(msg)
-    return None
 
 
 def _check_reads(policy: TokenRetention) -> None:
@@ -224,8 +204,6 @@ class Compactor:
 
         `[layers, kv_heads, held]`, integers on the host.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         known = self._known(self._record(seq).positions, seq.held, seq.compacted)
         if seq.holes:
             known = torch.tensor(self._positions_of(seq, seq.held)).expand(known.shape)
@@ -247,8 +225,6 @@ class Compactor:
 
     def _known(self, kept: torch.Tensor | None, held: int, compacted: int) -> torch.Tensor:
         """Return the positions of `held` tokens: `kept`, then those of later tokens."""
-        import torch  # noqa: PLC0415 - see the module
-
         layout = self._backend.layout
         start = 0 if kept is None else kept.shape[2]
         shape = layout.layers, layout.kv_heads, held - start
@@ -268,8 +244,6 @@ class Compactor:
         self, records: list[_Record], sequences: list[Sequence], batch: RaggedBatch, most: int
     ) -> list[tuple[slice, Tensor]]:
         """Return which rows of the step's queries are kept, and in which rows of a record."""
-        import torch  # noqa: PLC0415 - see the module
-
         if not most:
             return []
         found = []
@@ -291,8 +265,6 @@ class Compactor:
         Called by the cache. Costs what the policy costs, O(layers · heads · held) to choose,
         and a copy of the tokens that move.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         backend, policy = self._backend, self._policy
         if policy is None:
             msg = (
@@ -351,8 +323,6 @@ class Compactor:
         `tables` are the blocks before and after, `sources` and `stays` those of `_assign`,
         and `shift` by how many positions keys are rotated. Returns `_Record.originals`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         table, into = tables
         originals = None
         if shift is not None:
@@ -378,8 +348,6 @@ class Compactor:
 
         They have `positions` in the text; attention sees them at `seen`, `[kv_heads, held]`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         assert self._policy is not None
         backend, reads, held = self._backend, self._policy.reads, positions.shape[1]
         found: dict[str, Any] = {}
@@ -447,8 +415,6 @@ class Compactor:
         Raises:
             PolicyError: there is not one number for each token.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         try:
             found = policy.score(tokens)
         except FAILURES as error:
@@ -506,8 +472,6 @@ class Compactor:
 
         `sources` are their places in `table`, `shift` by how far, `[kv_heads, kept]`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         heads, places = shift.nonzero().unbind(1)
         from_ = sources[heads, places]
         rows: torch.Tensor = self._keys_at(layer, table, heads, from_)
@@ -531,14 +495,11 @@ class Compactor:
         keys: torch.Tensor,
     ) -> None:
         """Write the keys that are rotated into their places in `into`."""
-        import torch  # noqa: PLC0415 - see the module
-
         rotary = self._rotary[layer]
         assert rotary is not None
         heads, places = shift.nonzero().unbind(1)
         by = self._backend.tensor(shift[heads, places])
-        turned = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        turned = rotary.rotate(turned, *rotary.angles(by))
+        turned = rotary.rotate(widened(keys), *rotary.angles(by))
         index = self._slots(into, heads, places)
         self._backend.layer_blocks(layer)[0][index] = turned.to(keys.dtype)
 
@@ -553,8 +514,6 @@ class Compactor:
         self, table: Ids, heads: torch.Tensor, places: torch.Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the index of `places` of `table` in `Backend.layer_blocks`."""
-        import torch  # noqa: PLC0415 - see the module
-
         size, tensor = self._backend.layout.block_size, self._backend.tensor
         blocks = torch.tensor(table)[places // size]
         return tensor(blocks), tensor(heads), tensor(places % size)
@@ -568,13 +527,10 @@ def _weights(
     `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
     says which are attended to, `[kv_heads, n, tokens]`. A query that reaches none has zeros.
     """
-    import torch  # noqa: PLC0415 - see the module
-
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
-    exact = torch.promote_types(keys.dtype, torch.float32)
-    asked = queries.to(exact).reshape(kv_heads, -1, width)
+    asked = widened(queries).reshape(kv_heads, -1, width)
     asked = asked * (width**-0.5 if scale is None else scale)
-    scores = torch.bmm(asked, keys.to(exact).transpose(1, 2)).view(kv_heads, -1, count, tokens)
+    scores = torch.bmm(asked, widened(keys).transpose(1, 2)).view(kv_heads, -1, count, tokens)
     scores.masked_fill_(~reach[:, None], -torch.inf)
     return scores.softmax(-1).nan_to_num_(0).view(heads, count, tokens)
 
@@ -584,8 +540,6 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
 
     Those of the highest scores; of tokens with the same score, the newer. O(tokens).
     """
-    import torch  # noqa: PLC0415 - see the module
-
     bar = _bar(scores, count)
     keep = scores >= bar
     if int(keep.count_nonzero()) > count * len(keep):
@@ -603,8 +557,6 @@ def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
     Of few among many, the others are left out first: those below what seems, from every 16th
     token, to be a bar a little too low. That takes a third of the time.
     """
-    import torch  # noqa: PLC0415 - see the module
-
     if scores.shape[1] < FEW * count:
         return scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
     sample, rank = scores[:, ::SAMPLED], count // SAMPLED
@@ -624,8 +576,6 @@ def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> to
 
     -1 where they are not: in a new block, or behind the last token.
     """
-    import torch  # noqa: PLC0415 - see the module
-
     number = {block: place for place, block in enumerate(table)}
     blocks = torch.tensor([number.get(block, -1) for block in into])
     places = blocks.repeat_interleave(size) * size + torch.arange(size).repeat(len(blocks))
@@ -639,8 +589,6 @@ def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch
     Both `[kv_heads, kept]`. `keep` says which places before stay, and `back` which of them
     the places after are (`_places_before`).
     """
-    import torch  # noqa: PLC0415 - see the module
-
     there = back >= 0
     stays = torch.zeros(len(keep), len(back), dtype=torch.bool)
     stays[:, there] = keep[:, back[there]]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
 from kvcore.cache import BlockPool, Ids, KVCache
-from kvcore.engine.backend import Backend, Tensor, TensorLayout
+from kvcore.engine.backend import Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.compaction import Compactor, token_retention
-from kvcore.engine.generator import Attend, AttendOptions, Generator
-from kvcore.engine.rotary import Rotation
+from kvcore.engine.generator import Attend, Generator, attend_through
+from kvcore.engine.retention import token_retention
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.codec import Codec
@@ -120,6 +120,8 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
+        from kvcore.engine.compaction import Compactor  # noqa: PLC0415 - torch
+
         self._compactor = Compactor.of(cache, backend, generator)
         self._mover: TensorMover | None = None
         if cache.tiers is not None:
@@ -227,21 +229,12 @@ class TensorExecutor:
         held = [each.job.seq for each in sequences if each.job.seq is not None]
         batch = self._batch(sequences)
         plan = self._call(backend.plan, batch)
-        attended = self._compactor.attend(held, batch)
+        attend = attend_through(
+            plan,
+            partial(self._call, backend.store_rotated),
+            partial(self._call, self._compactor.attend(held, batch)),
+        )
         try:
-
-            def attend(
-                layer: int,
-                queries: Tensor,
-                keys: Tensor,
-                values: Tensor,
-                *,
-                rotation: Rotation | None = None,
-                **options: Unpack[AttendOptions],
-            ) -> Tensor:
-                self._call(backend.store_rotated, layer, plan, keys, values, rotation)
-                return self._call(attended, layer, plan, queries, **options)
-
             return (forward or generator.forward)(batch, attend)
         except KvcoreError:
             raise

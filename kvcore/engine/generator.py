@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Unpack
 
-from kvcore.engine.backend import Backend, Tensor
+from kvcore.engine.backend import TENSOR_DTYPES, AttendOptions, Backend, Tensor
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.errors import InputError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 from kvcore.serving.latency import Windows
-
-
-class AttendOptions(TypedDict, total=False):
-    """Options of `Backend.attend`. Those left out have the defaults of that method."""
-
-    scale: float | None
-    window: int | None
-    sinks: int
 
 
 class Attend(Protocol):
@@ -42,6 +34,32 @@ class Attend(Protocol):
         after the `rotation`, if there is one: a generator leaves it to this function where
         `RaggedBatch.fuses_rotation` is True.
         """
+
+
+def attend_through(
+    plan: Any, store: Callable[..., object], attend: Callable[..., Tensor]
+) -> Attend:
+    """Return the `Attend` of a step whose K/V lies in the blocks of a backend.
+
+    Args:
+        plan: the plan that the backend made for the batch of the step.
+        store: `Backend.store_rotated` of that backend.
+        attend: `Backend.attend` of that backend, or what `Compactor.attend` returns.
+    """
+
+    def through(
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        store(layer, plan, keys, values, rotation)
+        return attend(layer, plan, queries, **options)
+
+    return through
 
 
 class Generator(Plugin):

@@ -7,11 +7,13 @@ from typing import Literal
 
 import attrs
 
+from kvcore.cache import KVCache
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Tensor
 from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError
+from kvcore.plugins import find_override
 
 
 @attrs.frozen(kw_only=True)
@@ -114,6 +116,25 @@ class TokenRetention(RetentionPolicy):
         in fp32 or better, so that scores that differ do not tie. The order of tokens means
         nothing.
         """
+
+
+def token_retention(cache: KVCache) -> TokenRetention | None:
+    """Return the retention policy of `cache` if it selects single tokens, otherwise None.
+
+    Raises:
+        InputError: it says how many tokens stay, and not which.
+    """
+    retention = cache.retention
+    if isinstance(retention, TokenRetention):
+        return retention
+    if retention is not None and find_override(retention, "keeps") is not None:
+        msg = (
+            f"retention {retention.name!r} says how many tokens stay and not which, so it can "
+            "be simulated and not run: derive it from kvcore.engine.TokenRetention, whose "
+            "score() says which"
+        )
+        raise InputError(msg)
+    return None
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)

@@ -18,13 +18,7 @@ from kvcore.engine import (
     RaggedBatch,
     Rotation,
 )
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+from kvcore.engine.dtypes import TORCH_DTYPES
 
 
 @attrs.frozen
@@ -46,7 +40,7 @@ class HostTensors:
         found = torch.as_tensor(data)
         if dtype is None and not found.is_floating_point():
             return found
-        return torch.as_tensor(data, dtype=DTYPES[dtype or self.dtype])
+        return torch.as_tensor(data, dtype=TORCH_DTYPES[dtype or self.dtype])
 
 
 def loaded(generator: Generator, dtype: str = "fp64") -> Generator:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvcore import InputError
 from kvcore.engine import TensorLayout
+from kvcore.engine.dtypes import PLANE_DTYPES, TORCH_DTYPES
 from kvcore.models.codec import Codec, Part, Plane
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import wrong_answer
 from kvcore_plugins.backend._pool import (
-    TORCH_DTYPES,
     Gather,
     Half,
     Pool,
@@ -30,13 +30,6 @@ from kvcore_plugins.backend._pool import (
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.store import Target
-
-PLANE_DTYPES = TORCH_DTYPES | {
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "fp8-e4m3": torch.float8_e4m3fn,
-    "fp8-e5m2": torch.float8_e5m2,
-}
 
 
 class Stage:

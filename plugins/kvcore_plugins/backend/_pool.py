@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch, Rotation, TensorLayout
+from kvcore.engine.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.copy import RowMover
@@ -30,14 +31,6 @@ Upload: TypeAlias = Callable[[Tensor], Tensor]
 
 Transfer: TypeAlias = Callable[[Iterable[tuple[Tensor, Tensor]]], None]
 """Copies between host and device, `(into, source)`; all is there when it returns."""
-
-
-TORCH_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 
 def _memory(numbers: Tensor) -> memoryview:

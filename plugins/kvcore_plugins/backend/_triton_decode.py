@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from kvcore_plugins.backend._coded_pool import PLANE_DTYPES, CodedHalf, CodedPool
+from kvcore.engine.dtypes import PLANE_DTYPES
+from kvcore_plugins.backend._coded_pool import CodedHalf, CodedPool
 from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
 from kvcore_plugins.backend._pool import Half, LayerTensor, Pool
 from kvcore_plugins.backend.kernels import decode

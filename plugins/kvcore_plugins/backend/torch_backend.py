@@ -173,7 +173,7 @@ class TorchBackend(Backend):
         """
         import torch  # noqa: PLC0415 - see the module
 
-        from kvcore_plugins.backend._pool import TORCH_DTYPES  # noqa: PLC0415 - see the module
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - see the module
 
         if dtype is None:
             found = torch.as_tensor(data)

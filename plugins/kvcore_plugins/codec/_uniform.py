@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcore.engine.dtypes import widened
+
 FP16_MAX = 65504.0
 """The greatest number of fp16, to which greater ones are cut."""
 
@@ -42,7 +44,7 @@ def decode(codes: Tensor, grid: Tensor, bits: int, *, across: bool) -> Tensor:
 
 def saturated(rows: Tensor) -> Tensor:
     """Return the rows in fp32 or fp64, cut to the range of fp16. NaN stays."""
-    return rows.to(torch.promote_types(rows.dtype, torch.float32)).clamp(-FP16_MAX, FP16_MAX)
+    return widened(rows).clamp(-FP16_MAX, FP16_MAX)
 
 
 def rounded_up(numbers: Tensor) -> Tensor:

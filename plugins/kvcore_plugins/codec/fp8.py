@@ -54,11 +54,12 @@ class _FP8(Codec):
         Greater numbers than the format has, infinite ones too, become its greatest; by head,
         numbers are cut to the range of fp16 first. NaN stays NaN, by head in the whole row.
         """
-        import torch  # noqa: PLC0415 - see `plain`
+        import torch  # noqa: PLC0415 - a size needs none
 
-        from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415
+        from kvcore.engine.dtypes import PLANE_DTYPES  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415 - torch
 
-        dtype = torch.float8_e4m3fn if self.name == "fp8-e4m3" else torch.float8_e5m2
+        dtype = PLANE_DTYPES[self.name]
         if self.scale == "tensor":
             scaled = rows / self.factor
             return (scaled.clamp(-self.greatest, self.greatest).to(dtype),)
@@ -74,7 +75,7 @@ class _FP8(Codec):
 
 def _widened(numbers: Tensor) -> Tensor:
     """Return fp8 as fp32. E4M3 by way of the bits of fp16, much faster on a CPU than torch."""
-    import torch  # noqa: PLC0415 - see `plain`
+    import torch  # noqa: PLC0415 - a size needs none
 
     if numbers.dtype == torch.float8_e5m2:
         return numbers.float()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import Backend, Generator, InputError, LatencyModel
 from kvcore.engine import (
+    Attend,
     Draft,
     DraftSequence,
     RaggedBatch,
-    Rotation,
     Tensor,
     TokenDrafter,
+    attend_through,
 )
 from kvcore.engine.executor import tensor_layout
-from kvcore.engine.generator import Attend, AttendOptions
 from kvcore.engine.speculation import inverted, uniform
 from kvcore.plugins.manager import resolve
 from kvcore.plugins.options import Spec
@@ -182,18 +182,4 @@ class DraftModel(TokenDrafter):
     def _attend(self, batch: RaggedBatch) -> Attend:
         """Return the function through which a pass reaches the pool of the draft model."""
         pool = self._pool
-        plan = pool.plan(batch)
-
-        def attend(
-            layer: int,
-            queries: Tensor,
-            keys: Tensor,
-            values: Tensor,
-            *,
-            rotation: Rotation | None = None,
-            **options: Unpack[AttendOptions],
-        ) -> Tensor:
-            pool.store_rotated(layer, plan, keys, values, rotation)
-            return pool.attend(layer, plan, queries, **options)
-
-        return attend
+        return attend_through(pool.plan(batch), pool.store_rotated, pool.attend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge, gt
@@ -13,11 +13,10 @@ from kvcore.engine import (
     Draft,
     DraftSequence,
     RaggedBatch,
-    Rotation,
     Tensor,
     TokenDrafter,
+    attend_through,
 )
-from kvcore.engine.generator import AttendOptions
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import HeadCost
 
@@ -148,21 +147,7 @@ class Medusa(TokenDrafter):
                 output_indices=[position] * count,
                 seeds=[*texts],
             )
-            plan = backend.plan(batch)
-
-            def attend(
-                layer: int,
-                queries: Tensor,
-                keys: Tensor,
-                values: Tensor,
-                plan: Tensor = plan,
-                *,
-                rotation: Rotation | None = None,
-                **options: Unpack[AttendOptions],
-            ) -> Tensor:
-                backend.store_rotated(layer, plan, keys, values, rotation)
-                return backend.attend(layer, plan, queries, **options)
-
+            attend = attend_through(backend.plan(batch), backend.store_rotated, backend.attend)
             newest = [token or 0 for token in generator.forward(batch, attend)]
             if generator.states is None:
                 msg = (

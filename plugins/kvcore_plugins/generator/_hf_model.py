@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from kvcore import InputError
 from kvcore.engine import Rotary
+from kvcore.engine.dtypes import TORCH_DTYPES
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.backend._pool import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import BlockPool, Sequence
-from kvcore.engine import Attend, Compactor, RaggedBatch, TensorLayout
-from kvcore.engine.compaction import token_retention
+from kvcore.engine import Compactor, RaggedBatch, attend_through, token_retention
+from kvcore.engine.executor import tensor_layout
 from kvcore.request import block_keys
 from kvcore_plugins.generator._hf_model import (
     AttentionCache,
@@ -147,16 +147,8 @@ class PagedCache:
                 f"{self.backend.name!r} on {place}: move one to the other"
             )
             raise InputError(msg)
-        spec = spec_of(model)
-        layout = TensorLayout(
-            blocks=self.cache.pool.blocks,
-            block_size=self.cache.geometry.block_size,
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            value_dim=spec.value_dim,
-            dtype=dtype_of(model),
-        )
+        blocks, block_size = self.cache.pool.blocks, self.cache.geometry.block_size
+        layout = tensor_layout(spec_of(model), blocks, block_size, dtype_of(model))
         self.backend.allocate(layout)
         self.cache.on_copy = lambda source, target: self.backend.copy_blocks([(source, target)])
         self._model = model
@@ -408,8 +400,9 @@ class PagedBatch(AttentionCache):
     ) -> None:
         """Run the model's layers over a ragged batch, as one row of tokens."""
         device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
+        backend = self._backend
         attend = self._compactor.attend(sequences, batch)
-        packed = PackedCache(_attend_through(self._backend, self._backend.plan(batch), attend))
+        packed = PackedCache(attend_through(backend.plan(batch), backend.store_rotated, attend))
         with torch.no_grad():
             self._body(
                 input_ids=torch.tensor([tokens], device=device),
@@ -469,18 +462,6 @@ class PagedBatch(AttentionCache):
         """Return the rows of `[batch, heads, columns, width]` that are no padding."""
         rows = as_rows(states)
         return rows if self._rows is None else rows[self._rows]
-
-
-def _attend_through(backend: Backend, plan: Any, attend: Callable[..., Tensor]) -> Attend:
-    """Return a function that stores and attends by `plan`, one layer a call."""
-
-    def through(
-        layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
-    ) -> Tensor:
-        backend.store(layer, plan, keys, values)
-        return attend(layer, plan, queries, **options)
-
-    return through
 
 
 def _last_logits_only(inputs: dict[str, Any]) -> bool:

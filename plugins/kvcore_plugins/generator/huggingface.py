@@ -160,7 +160,7 @@ class HuggingFace(Generator):
             InputError: no tensor has this dtype, or the model does not call attention by
                 name.
         """
-        from kvcore_plugins.backend._pool import TORCH_DTYPES  # noqa: PLC0415
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415
         from kvcore_plugins.generator._hf_model import switch_over  # noqa: PLC0415
 
         super().load(backend, checked_dtype(self, dtype))
