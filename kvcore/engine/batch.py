@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -62,3 +64,17 @@ class RaggedBatch:
     def last_rows(self) -> list[int]:
         """Row of the last new token of each sequence, `[sequences]`."""
         return [end - 1 for end in accumulate(self.lengths)]
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Row of the last new token of each sequence that generates a token."""
+        rows = zip(self.last_rows, self.output_indices, strict=True)
+        return [row for row, index in rows if index is not None]
+
+    def spread(self, generated: Iterable[T]) -> list[T | None]:
+        """Return a value for each sequence, None where it generates no token.
+
+        `generated` has a value for each of `sampled_rows`, in order.
+        """
+        values = iter(generated)
+        return [None if index is None else next(values) for index in self.output_indices]

@@ -132,6 +132,10 @@ class Generator(Plugin):
         Raises:
             InputError: the generator cannot compute in `dtype`.
         """
+        if dtype not in TENSOR_DTYPES:
+            known = ", ".join(TENSOR_DTYPES)
+            msg = f"generator {self.name!r} cannot compute in {dtype!r}; it can in: {known}"
+            raise InputError(msg)
         self.backend = backend
         self.dtype = dtype
 

@@ -14,7 +14,6 @@ sampling", 2023.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from time import perf_counter_ns
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
 from kvcore.engine.executor import ScheduledSequence, TensorExecutor
 from kvcore.engine.generator import Attend
+from kvcore.engine.tokens import uniform
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import wrong_answer
@@ -208,8 +208,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
 
     def _weigh(self, batch: RaggedBatch, attend: Attend) -> list[list[float] | None]:
         """Run the model; return the probabilities of the sequences that sample."""
-        rows = iter(self._generator.probabilities(batch, attend).tolist())
-        return [None if index is None else next(rows) for index in batch.output_indices]
+        return batch.spread(self._generator.probabilities(batch, attend).tolist())
 
     def _tell(self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]) -> None:
         """Pass to the drafter the hidden states that the newest tokens were drawn from."""
@@ -230,12 +229,6 @@ class SpeculativeTensorExecutor(TensorExecutor):
             raise
         except FAILURES as error:
             raise policy_error(self.drafter, method.__name__, error) from error
-
-
-def uniform(what: str, seed: int, index: int) -> float:
-    """Return the number in [0, 1) that a seed and an index have for `what`."""
-    digest = blake2b(f"{what} {seed} {index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def drawn(p: Weights, seed: int, index: int) -> int:

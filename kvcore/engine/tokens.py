@@ -13,6 +13,17 @@ _BYTES_PER_DRAW = 8
 """Bytes of a digest that one token id is derived from."""
 
 
+def hashed(*parts: object) -> int:
+    """Return a 64-bit hash of the texts of all of `parts`."""
+    written = " ".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(written, digest_size=8).digest(), "little")
+
+
+def uniform(*parts: object) -> float:
+    """Return a number in [0, 1), one of 2^53 evenly spaced, derived from all of `parts`."""
+    return (hashed(*parts) >> 11) / 2**53
+
+
 class TokenStream:
     """The token ids of one request: its prompt, then the tokens generated so far.
 
@@ -45,8 +56,7 @@ class TokenStream:
             raise InputError(msg)
         self.output: list[int] = []
         self._published_keys = 0
-        digest = blake2b(f"sample {seed} {request.id!r}".encode(), digest_size=8).digest()
-        self.seed = int.from_bytes(digest, "little") >> 1
+        self.seed = hashed("sample", seed, repr(request.id)) >> 1
         self._request = request
         self._vocabulary = vocabulary
         self._chain: Sequence[Key] = request.keys

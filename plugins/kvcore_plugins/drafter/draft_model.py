@@ -19,7 +19,8 @@ from kvcore.engine import (
     attend_through,
 )
 from kvcore.engine.executor import tensor_layout
-from kvcore.engine.speculation import inverted, uniform
+from kvcore.engine.speculation import inverted
+from kvcore.engine.tokens import uniform
 from kvcore.plugins.manager import resolve
 from kvcore.plugins.options import Spec
 from kvcore.serving import StepWork

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvcore import Backend, Generator, InputError
+from kvcore import Backend, InputError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator._shape import checked_dtype
-from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
+from kvcore_plugins.generator.sampling import SamplingGenerator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +28,7 @@ _ORIGIN = {"architectures", "_name_or_path", "transformers_version"}
 
 
 @attrs.define(slots=False, eq=False)
-class HuggingFace(Generator):
+class HuggingFace(SamplingGenerator):
     """Runs a decoder-only transformers model; every step is one batch without padding.
 
     Llama, Qwen2, Qwen3 and Mistral are tested, sliding windows included; any model works
@@ -163,7 +162,7 @@ class HuggingFace(Generator):
         from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415
         from kvcore_plugins.generator._hf_model import switch_over  # noqa: PLC0415
 
-        super().load(backend, checked_dtype(self, dtype))
+        super().load(backend, dtype)
         switch_over(self.network)
         self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])
 
@@ -181,20 +180,11 @@ class HuggingFace(Generator):
                 past_key_values=packed,
                 use_cache=True,
                 logits_to_keep=torch.tensor(
-                    sampled_rows(batch), dtype=torch.long, device=device
+                    batch.sampled_rows, dtype=torch.long, device=device
                 ),
                 paged=packed,
             )
         return out.logits[0]
-
-    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
-        """Run a step; return the likeliest tokens, or samples."""
-        logits = self.logits(batch, attend)
-        return next_tokens(batch, logits, self.temperature, self.top_k)
-
-    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run a step; return what tokens are drawn from."""
-        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` by the tokenizer, or hashes of its words."""

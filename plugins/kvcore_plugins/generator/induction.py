@@ -7,12 +7,11 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore import Backend, Generator, InputError
+from kvcore import Backend, InputError
 from kvcore.engine import Attend, RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotary
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator._shape import checked_dtype, without_torch
-from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
+from kvcore_plugins.generator.sampling import SamplingGenerator
 
 MATCH, REST = 120.0, 102.0
 """Attention scores of a token that matches, and of the first token, where heads rest."""
@@ -28,7 +27,7 @@ WIDTH_PER_NAT = 8.2
 
 
 @attrs.define(slots=False, eq=False)
-class Induction(Generator):
+class Induction(SamplingGenerator):
     """Answers a token with what followed it before, by construction: nothing is trained.
 
     Two layers of attention and nothing else. A token has a code: `head_dim - 1` random
@@ -103,11 +102,6 @@ class Induction(Generator):
             dtype="fp32",
         )
 
-    @classmethod
-    def unavailable(cls) -> str | None:
-        """Return that it needs torch, where there is none."""
-        return without_torch()
-
     @property
     def spec(self) -> ModelSpec:
         """The shape of the model. Its parameters are the codes."""
@@ -127,7 +121,7 @@ class Induction(Generator):
         """Draw the codes, `[vocabulary, head_dim]`, the last number of each 0."""
         import torch  # noqa: PLC0415 - see `unavailable`
 
-        super().load(backend, checked_dtype(self, dtype))
+        super().load(backend, dtype)
         source = torch.Generator().manual_seed(self.seed)
         codes = torch.randn(self.vocab_size, self.head_dim, generator=source)
         codes[0], codes[:, -1] = 0, 0
@@ -169,16 +163,7 @@ class Induction(Generator):
             _each(value, spec.kv_heads),
             window=None,
         )
-        return answer[sampled_rows(batch)].sum(1) @ (codes.T * SURE)
-
-    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
-        """Run a step; return the likeliest tokens, or samples."""
-        logits = self.logits(batch, attend)
-        return next_tokens(batch, logits, self.temperature)
-
-    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run a step; return what tokens are drawn from."""
-        return probabilities(self.logits(batch, attend), self.temperature)
+        return answer[batch.sampled_rows].sum(1) @ (codes.T * SURE)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return the codes of positions: cosines, then sines, `[rows, head_dim]`."""
