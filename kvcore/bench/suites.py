@@ -124,7 +124,11 @@ def run_suites(
 
 
 def _check(names: Sequence[str], settings: Settings) -> None:
-    """Raise InputError for an unknown operation or dtype."""
+    """Raise InputError for an unknown suite, operation or dtype."""
+    for name in names:
+        if name not in SUITES:
+            msg = f"bench: no suite {name!r}; there are: {', '.join(SUITES)}"
+            raise InputError(msg)
     known = [operation for name in names for operation in SUITES[name].operations]
     for what, asked, there in (
         ("operation", settings.only, known),

@@ -65,12 +65,16 @@ class SpeculativeTensorExecutor(TensorExecutor):
             )
             raise InputError(msg)
         super().__init__(*arguments, seed=seed, **options)
-        drafter.bind()
-        drafter.attach(self.latency, seed)
         self.drafter = drafter
         self.plugins = (*self.plugins, drafter)
         self.drafted: list[DraftedStep] = []
-        self._ask(drafter.load, self._generator, self._backend, seed)
+        try:
+            drafter.bind()
+            drafter.attach(self.latency, seed)
+            self._ask(drafter.load, self._generator, self._backend, seed)
+        except BaseException:
+            self.close(whole=False)
+            raise
 
     def speculate(
         self,

@@ -390,3 +390,37 @@ def test_what_a_model_cannot_be_drafted_with_is_refused():
         torch_run("medusa:texts=2,length=9", "induction")
     with pytest.raises(InputError, match="give more, or a smaller length"):
         torch_run("medusa", blocks=9)
+
+
+def test_a_draft_model_takes_the_options_that_are_given():
+    """Of a generator without a seed none is asked, and a size of 0 is refused as elsewhere."""
+    sizes = "layers=2,heads=4,kv_heads=2,head_dim=8"
+    drafter = PLUGINS.build("drafter", f"draft-model:generator=sincos,vocab_size=31,{sizes}")
+    assert drafter._drafting.vocabulary == 31
+    with pytest.raises(InputError, match="layers"):
+        PLUGINS.build("drafter", "draft-model:layers=0")
+
+
+def test_lengths_that_look_nothing_up():
+    """The shortest n-gram is no longer than the longest."""
+    with pytest.raises(InputError, match="shortest=4 is above longest=3"):
+        PLUGINS.build("drafter", "prompt-lookup:shortest=4")
+
+
+def test_heads_keep_the_states_of_their_sequences_alone():
+    """A state that is kept does not keep those of all other sequences of its step."""
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    drafter = PLUGINS.build("drafter", "medusa")
+    drafter._generator = SimpleNamespace(states=torch.arange(32.0).view(8, 4))
+    drafter.on_drawn(["a"], [5])
+    kept = drafter._states["a"]
+    assert kept.tolist() == [20, 21, 22, 23]
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+def test_a_drafter_that_is_refused_leaves_tiers_closed(tmp_path):
+    """The directory of a tier can be used by the next run."""
+    tiers = [f"disk:memory=1MiB,path={tmp_path}"]
+    with pytest.raises(InputError, match="token ids"):
+        torch_run("draft-model", tiers=tiers)
+    torch_run("prompt-lookup", tiers=tiers)

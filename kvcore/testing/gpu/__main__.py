@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,8 @@ from xml.etree import ElementTree as ET
 
 import attrs
 
+from kvcore.errors import InputError, KvcoreError, StorageError
+from kvcore.files import atomic_file
 from kvcore.host import cpus
 from kvcore.plugins import Plugins
 from kvcore.testing.gpu.device_tests import BACKEND, OTHER
@@ -57,40 +60,59 @@ class Part:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 if a part failed, or 3 if the backend cannot work here."""
-    asked = _parser().parse_args(arguments)
-    end = monotonic() + asked.deadline
-    cls = Plugins().get("backend", asked.backend.partition(":")[0])
-    reason = cls.unavailable()
+    """Run the command; return 0, 1 if a part failed, or 3 if the backend cannot work here.
+
+    Exits with 2 for wrong arguments, and if the document cannot be written.
+    """
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    reason = _unavailable(asked.backend)
     if reason:
         sys.stderr.write(f"kvcore.testing.gpu: {asked.backend} cannot work here: {reason}\n")
         return 3
+    try:
+        with nullcontext() if asked.json is None else atomic_file(asked.json) as file:
+            document = _run_parts(asked.backend, asked.deadline, quick=asked.quick)
+            print(json.dumps(document, indent=2), file=file)
+    except (InputError, StorageError) as error:
+        parser.error(str(error))
+    return 0 if document["ok"] else 1
+
+
+def _unavailable(backend: str) -> str | None:
+    """Return why a backend cannot be built here; None if it can."""
+    plugins = Plugins()
+    try:
+        reason: str | None = plugins.get("backend", backend.partition(":")[0]).unavailable()
+        if reason is None:
+            plugins.build("backend", backend)
+    except KvcoreError as error:
+        reason = str(error)
+    return reason
+
+
+def _run_parts(backend: str, deadline: float, *, quick: bool) -> dict[str, Any]:
+    """Run all parts, print a line for each, and return the document with their outcomes."""
+    end = monotonic() + deadline
     parts = []
     with TemporaryDirectory() as folder:
         for name, run in (
             ("conformance", _tests("TestConformance")),
             ("twin", _tests("test_twin")),
             ("check", _bench("--check", "--quick")),
-            ("bench", _bench(*(["--quick"] if asked.quick else []))),
+            ("bench", _bench(*(["--quick"] if quick else []))),
         ):
-            left = end - monotonic()
-            limit = min(left, SHARES.get(name, 1.0) * asked.deadline)
-            parts.append(_part(name, run, asked.backend, Path(folder), limit))
-            found = parts[-1]
-            told = "ok" if found.ok else "FAILED"
-            print(f"{name:12} {told:7} {found.seconds:5.0f} s  {found.summary}", flush=True)  # noqa: T201
-    document = {
+            limit = min(end - monotonic(), SHARES.get(name, 1.0) * deadline)
+            part = _part(name, run, backend, Path(folder), limit)
+            parts.append(part)
+            outcome = "ok" if part.ok else "FAILED"
+            print(f"{name:12} {outcome:7} {part.seconds:5.0f} s  {part.summary}", flush=True)  # noqa: T201
+    return {
         "schema": 1,
-        "backend": asked.backend,
+        "backend": backend,
         "ok": all(part.ok for part in parts),
         "parts": {part.name: attrs.asdict(part) for part in parts},
     }
-    text = json.dumps(document, indent=2)
-    if asked.json is None:
-        print(text)  # noqa: T201
-    else:
-        asked.json.write_text(text + "\n")
-    return 0 if document["ok"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -396,8 +396,11 @@ class TorchBackend(Backend):
         """Copy the bytes of full blocks into memory of the host.
 
         Raises:
-            InputError: a block is not full, or `into` is of another size.
+            InputError: a block is not full, or `into` is of another size or read-only.
         """
+        if into.readonly:
+            msg = "blocks cannot be read into memory that is read-only: give a buffer"
+            raise InputError(msg)
         if len(blocks):
             self._pool.read_bytes(blocks, self._as_tensor(blocks, into), self.transfer)
 
@@ -408,6 +411,8 @@ class TorchBackend(Backend):
             InputError: `data` is of another size.
         """
         if len(blocks):
+            if data.readonly:  # torch has no tensors that are
+                data = memoryview(bytearray(data))
             self._pool.write_bytes(blocks, self._as_tensor(blocks, data), self.transfer)
 
     def _as_tensor(self, blocks: Sequence[int], memory: memoryview) -> Tensor:
@@ -418,8 +423,6 @@ class TorchBackend(Backend):
         if memory.nbytes != shape[0] * shape[1]:
             msg = f"{shape[0]} blocks of {shape[1]} bytes do not go into {memory.nbytes} bytes"
             raise InputError(msg)
-        if memory.readonly:
-            memory = memoryview(bytearray(memory))
         return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:

@@ -21,7 +21,7 @@ from kvcore.engine import (
 from kvcore.engine.executor import tensor_layout
 from kvcore.engine.speculation import inverted
 from kvcore.engine.tokens import uniform
-from kvcore.plugins.manager import resolve
+from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import ModelCost
@@ -77,13 +77,13 @@ class DraftModel(TokenDrafter):
         if isinstance(self.generator, Generator):
             self._drafting = self.generator
             return
-        names = (
-            *("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size"),
-            "temperature",
-        )
-        options = {name: str(getattr(self, name)) for name in names if getattr(self, name)}
-        options["seed"] = str(self.seed)
-        self._drafting = resolve("generator", Spec(self.generator, options))
+        names = ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size")
+        sizes = {name: getattr(self, name) for name in names}
+        options = {name: str(size) for name, size in sizes.items() if size is not None}
+        if self.temperature:
+            options["temperature"] = str(self.temperature)
+        spec = Spec(self.generator, options)
+        self._drafting = installed().build("generator", spec, {"seed": self.seed})
 
     def attach(self, latency: LatencyModel, seed: int = 0) -> None:
         """Build the cost of the draft model."""

@@ -106,9 +106,9 @@ class Medusa(TokenDrafter):
     def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
         """Keep the states that the newest tokens were drawn from."""
         states = self._generator.states
-        self._states.update(
-            (name, states[row]) for name, row in zip(requests, rows, strict=True)
-        )
+        for name, row in zip(requests, rows, strict=True):
+            # A copy: a view would keep the states of the whole step in memory.
+            self._states[name] = states[row].clone()
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the time of the heads."""

@@ -8,12 +8,13 @@ from typing import ClassVar
 import attrs
 from attrs.validators import ge
 
+from kvcore import InputError
 from kvcore.engine import TokenDrafter
 
 
 @attrs.define(slots=False, eq=False)
 class PromptLookup(TokenDrafter):
-    """Draft what followed the last n tokens where they stood before, in prompt or output.
+    """Draft the tokens that followed the last n tokens earlier, in the prompt or the output.
 
     The longest n-gram that occurs again counts, from `longest` tokens down to `shortest`, and
     of its places the latest that has `tokens` tokens after it. Costs no model, and O(text)
@@ -23,6 +24,9 @@ class PromptLookup(TokenDrafter):
         tokens: the most drafts a step, k.
         longest, shortest: tokens of the n-grams that are looked up.
 
+    Raises:
+        InputError: `shortest` is above `longest`, so that no n-gram would be looked up.
+
     Source: Saxena, "Prompt lookup decoding", 2023.
     """
 
@@ -31,6 +35,15 @@ class PromptLookup(TokenDrafter):
     tokens: int = attrs.field(default=4)
     longest: int = attrs.field(default=3, validator=ge(1))
     shortest: int = attrs.field(default=1, validator=ge(1))
+
+    def __attrs_post_init__(self) -> None:
+        """Check that there are lengths to look up."""
+        if self.shortest > self.longest:
+            msg = (
+                f"prompt-lookup: shortest={self.shortest} is above longest={self.longest}, so "
+                "that nothing is looked up: give shortest up to longest"
+            )
+            raise InputError(msg)
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Return what followed the last tokens before."""
