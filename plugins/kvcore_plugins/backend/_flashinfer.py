@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
 from kvcore_plugins.backend._pool import LayerTensor, Pool
+from kvcore_plugins.backend._step_plan import DecodeKernel, LayerKind, NewToken
 
 WIDTHS = (64, 128, 256)
 """Numbers of a head that FlashInfer is built for."""
@@ -77,26 +77,20 @@ class FlashInferDecode(DecodeKernel):
         # By query heads, window and scale, what attends and the plan that it was told last.
         self._wrappers: dict[tuple[int, int | None, float | None], list[Any]] = {}
 
-    def refusal(self, group: int, sinks: int, *, weighed: bool) -> str | None:
-        """Return why FlashInfer does not do it, or None."""
-        if group not in GROUPS:
-            return f"FlashInfer does not take {group} query heads of a K/V head"
-        if sinks:
+    def refusal(self, kind: LayerKind) -> str | None:
+        """Return why FlashInfer cannot attend in layers of a kind; None if it can."""
+        if kind.group not in GROUPS:
+            return f"FlashInfer does not take {kind.group} query heads of a K/V head"
+        if kind.sinks:
             return "FlashInfer's windows have no sinks"
-        if weighed:
+        if kind.weighed:
             return "FlashInfer does not return attention weights"
         return None
 
     def plan(
-        self,
-        singles: list[Single],
-        tables: list[Tensor],
-        group: int,
-        window: int | None,
-        sinks: int,
+        self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
     ) -> FlashInferPlan:
         """List the blocks of the sequences. O(blocks)."""
-        del group, sinks
         size = self._pool.layout.block_size
         held = [tables[single.number][: single.context // size + 1] for single in singles]
         counts = torch.tensor([0, *map(len, held)], dtype=torch.int32)
@@ -107,7 +101,7 @@ class FlashInferDecode(DecodeKernel):
             torch.tensor(last, dtype=torch.int32),
         )
         rows = torch.tensor([single.row for single in singles])
-        return FlashInferPlan(self._pool.upload(rows), table, window)
+        return FlashInferPlan(self._pool.upload(rows), table, kind.window)
 
     def attend(
         self,

@@ -13,8 +13,8 @@ from triton import language as tl
 
 from kvcore.engine.dtypes import PLANE_DTYPES
 from kvcore_plugins.backend._coded_pool import CodedHalf, CodedPool
-from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
 from kvcore_plugins.backend._pool import Half, LayerTensor, Pool
+from kvcore_plugins.backend._step_plan import DecodeKernel, LayerKind, NewToken
 from kvcore_plugins.backend.kernels import decode
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
 
@@ -173,7 +173,7 @@ class DecodePlan:
         windowed: whether a chunk may begin inside a block.
     """
 
-    singles: list[Single]
+    singles: list[NewToken]
     firsts: list[int]
     work: Tensor
     splits: Tensor
@@ -254,23 +254,20 @@ class TritonDecode(DecodeKernel):
             multiprocessors = properties.multi_processor_count
         self.programs = PER_MULTIPROCESSOR * multiprocessors
 
-    def refusal(self, group: int, sinks: int, *, weighed: bool) -> str | None:
-        """Return why the kernels cannot attend from so many query heads of a K/V head."""
-        del sinks, weighed
-        if group > MOST_GROUP:
-            return f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not {group}"
+    def refusal(self, kind: LayerKind) -> str | None:
+        """Return why the kernels cannot attend in layers of a kind; None if they can."""
+        if kind.group > MOST_GROUP:
+            return (
+                f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not "
+                f"{kind.group}"
+            )
         return None
 
     def plan(
-        self,
-        singles: list[Single],
-        tables: list[Tensor],
-        group: int,
-        window: int | None,
-        sinks: int,
+        self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
     ) -> DecodePlan:
-        """Divide what new tokens attend to into chunks. O(blocks), one copy to the device."""
-        del group
+        """Divide the contexts of new tokens into chunks. O(blocks), one copy to the device."""
+        window, sinks = kind.window, kind.sinks
         part, tile = min(self._tile, self._pool.layout.block_size), self._tile
         ranges = []
         for place, single in enumerate(singles):

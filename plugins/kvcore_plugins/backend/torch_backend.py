@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, get_args
 
 import attrs
 
 from kvcore import Backend, InputError, StorageError
-from kvcore.engine import RaggedBatch, Rotation, TensorLayout
+from kvcore.engine import AttendOptions, RaggedBatch, Rotation, TensorLayout
 from kvcore.host import cpus
 from kvcore.models.codec import Part
 from kvcore.models.spec import ModelSpec
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcore_plugins.backend._decode_kernel import DecodeKernel
     from kvcore_plugins.backend._pool import Pool
-    from kvcore_plugins.backend._sdpa import Sdpa, StepPlan
+    from kvcore_plugins.backend._sdpa import Sdpa
+    from kvcore_plugins.backend._step_plan import DecodeKernel, StepPlan
 
 
 ONE_THREAD = 10**7
@@ -255,14 +255,7 @@ class TorchBackend(Backend):
         self._pool.store(layer, slots, rows, plan.writes, turn)
 
     def attend(
-        self,
-        layer: int,
-        plan: StepPlan,
-        queries: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> Tensor:
         """Return attention's output for the new tokens.
 
@@ -270,17 +263,10 @@ class TorchBackend(Backend):
             InputError: queries are not those of the step, K/V heads do not divide the query
                 heads, or the window has no token.
         """
-        return self._attended(layer, plan, queries, scale, window, sinks, None)
+        return self._attended(layer, plan, queries, None, **options)
 
     def attend_weighed(
-        self,
-        layer: int,
-        plan: StepPlan,
-        queries: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return what `attend` does, and the summed weights of each sequence.
 
@@ -298,19 +284,20 @@ class TorchBackend(Backend):
             queries.new_zeros(self.layout.kv_heads, context + length, dtype=exact)
             for context, length in zip(batch.contexts, batch.lengths, strict=True)
         ]
-        return self._attended(layer, plan, queries, scale, window, sinks, sums), sums
+        return self._attended(layer, plan, queries, sums, **options), sums
 
     def _attended(
         self,
         layer: int,
         plan: StepPlan,
         queries: Tensor,
-        scale: float | None,
-        window: int | None,
-        sinks: int,
         sums: list[Tensor] | None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
     ) -> Tensor:
-        """Return attention's output, after a look at what is asked."""
+        """Check queries and options; return attention's output, and add weights to `sums`."""
         import torch  # noqa: PLC0415 - see the module
 
         heads, layout = queries.shape[1], self.layout
