@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvcore.bench.clocks import Call, DeviceClock, HostClock
-from kvcore.bench.result import Ceiling
 
 COPY, READ = "copy", "read-only sum"
 TO_HOST, FROM_HOST = "device to host", "host to device"
@@ -42,11 +41,6 @@ def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
         rates[TO_HOST] = size / fastest(lambda: host.copy_(source, non_blocking=True))
         rates[FROM_HOST] = size / fastest(lambda: target.copy_(host, non_blocking=True))
     return rates
-
-
-def ceilings(first: dict[str, float], last: dict[str, float]) -> list[Ceiling]:
-    """Return the ceilings, from measurements taken before and after."""
-    return [Ceiling(name, rate, last.get(name)) for name, rate in first.items()]
 
 
 def _kernels(source: Tensor) -> list[Callable[[], Any]]:

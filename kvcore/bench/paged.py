@@ -7,6 +7,7 @@ belongs to no sequence is NaN, so that a result that depends on it is NaN too. N
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from math import inf, nan, sqrt
 from typing import Any, TypeAlias
@@ -61,7 +62,6 @@ class DecodeCase:
         lengths: tokens of each sequence, the new one included.
         window, sinks: as in `Backend.attend`.
         target: what is to be reached.
-        peers: whether others are measured too.
     """
 
     name: str
@@ -69,7 +69,6 @@ class DecodeCase:
     window: int | None = None
     sinks: int = 0
     target: Target | None = None
-    peers: bool = True
 
 
 @attrs.define(eq=False)
@@ -221,11 +220,12 @@ class Bed:
         backend, lengths = self.backend, [*case.lengths]
         sets = [self.poisoned(lengths)] if poisoned else self.sets(lengths)
         options: dict[str, Any] = {"window": case.window, "sinks": case.sinks}
-        calls, queries = [], self.random(len(lengths), HEADS, WIDTH, seed=9)
+        calls: list[Call] = []
+        queries = self.random(len(lengths), HEADS, WIDTH, seed=9)
         for tables in sets:
             batch = RaggedBatch(tables, [tokens - 1 for tokens in lengths], [1] * len(lengths))
             plan = backend.plan(batch)
-            calls.append(_attending(backend, plan, queries, options))
+            calls.append(partial(backend.attend, 0, plan, queries, **options))
         read = [_seen(tokens, case) for tokens in lengths]
         row = {
             "operation": "decode",
@@ -239,7 +239,7 @@ class Bed:
         allowed = 2 * library + (eps / 2 if eps > HALF_EPS else 32 * eps)
         right = {"error": error, "allowed": allowed}
         versions: list[Version] = [(self.name, calls, right)]
-        if case.peers and not poisoned and not self.settings.check:
+        if not poisoned and not self.settings.check:
             versions += self._peers(case, sets, queries)
         return self._rows(row, versions, case.target)
 
@@ -255,21 +255,21 @@ class Bed:
         sets = [tables[0] for tables in self.sets([tokens])]
         self._good = 0
         backend.fill(nan)
-        rows = [self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4)]
-        turn, given = None, rows
+        keys, values = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4))
+        turn, given = None, keys
         if rotated:
             positions = torch.arange(tokens, device=self.device)
             turn = ROTARY.rotation(positions)
-            exact = Rotation(*ROTARY.angles(positions)).rotate(rows[0].double())
-            given = [exact.to(rows[0].dtype), rows[1]]
+            exact = Rotation(*ROTARY.angles(positions)).rotate(keys.double())
+            given = exact.to(keys.dtype)
         theirs: list[Call] = []
         for table in sets:
             plan = backend.plan(RaggedBatch([table], [0], [tokens]))
-            calls.append(_storing(backend, plan, rows, turn))
+            calls.append(partial(backend.store_rotated, 0, plan, keys, values, turn))
             if turn is not None:
-                theirs.append(_rotating(backend, plan, rows, turn))
+                theirs.append(partial(_rotate_and_store, backend, plan, keys, values, turn))
         calls[0]()
-        error = self._stored_error(given, sets[0], tokens)
+        error = self._stored_error((given, values), sets[0], tokens)
         number = TORCH_DTYPES[backend.layout.dtype].itemsize
         read = tokens * 2 * KV_HEADS * WIDTH * number
         codec = backend.layout.codec
@@ -284,7 +284,9 @@ class Bed:
         if turn is not None and self.device.type == "cuda" and not self.settings.check:
             versions.append(("torch rotates, then stored", theirs, {}))
         elif turn is None and codec is None and not self.settings.check:
-            versions.append(("torch index_copy_", self._index_copies(sets, rows, size), {}))
+            versions.append(
+                ("torch index_copy_", self._index_copies(sets, (keys, values), size), {})
+            )
         row = {
             "operation": "store+rope" if rotated else "store",
             "case": f"{self.kind}, {tokens:,} tokens",
@@ -299,7 +301,7 @@ class Bed:
         tables = self.sets([2 * count * backend.layout.block_size])
         self._good = 0
         pairs = [list(zip(t[:count], t[count:], strict=True)) for (t,) in tables]
-        calls = [_copying(backend, each) for each in pairs]
+        calls = [partial(backend.copy_blocks, each) for each in pairs]
         sources, targets = (list(side) for side in zip(*pairs[0], strict=True))
         before = self._content(sources)
         calls[0]()
@@ -317,8 +319,8 @@ class Bed:
                 (
                     "torch index_copy_",
                     [
-                        _index_copying(parts, ids([s for s, _ in p]), ids([t for _, t in p]))
-                        for p in pairs
+                        partial(_copy, parts, *(ids(side) for side in zip(*each, strict=True)))
+                        for each in pairs
                     ],
                     {},
                 )
@@ -333,7 +335,7 @@ class Bed:
         order = _shuffled(count)
         pairs = [[(t[a], t[b]) for a, b in enumerate(order)] for t in tables]
         before = self._content([source for source, _ in pairs[0]])
-        calls = [_moving(backend, each) for each in pairs]
+        calls = [partial(backend.move_blocks, each) for each in pairs]
         calls[0]()
         right = {"error": _difference(self._content([to for _, to in pairs[0]]), before)}
         row = {
@@ -421,12 +423,16 @@ class Bed:
         else:
             keys, values = self.backend.layer_blocks(0)
             group = queries.view(len(queries), KV_HEADS, HEADS // KV_HEADS, WIDTH)
-            contiguous, gathering = [], []
+            contiguous: list[Call] = []
+            gathering: list[Call] = []
             for tables in sets:
                 index = self._ids(tables)
-                held = [_gathered(part, index, case.lengths[0]) for part in (keys, values)]
-                contiguous.append(_dense(group, *held))
-                gathering.append(_gathering(group, keys, values, index, case.lengths[0]))
+                tokens = case.lengths[0]
+                dense, held = (_gathered(part, index, tokens) for part in (keys, values))
+                contiguous.append(partial(scaled_dot_product_attention, group, dense, held))
+                gathering.append(
+                    partial(_gather_and_attend, group, keys, values, index, tokens)
+                )
             found = [(plain, contiguous, {}), (gathered, gathering, {})]
         if self.device.type == "cuda":
             found.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
@@ -440,7 +446,8 @@ class Bed:
             flashinfer = import_module("flashinfer")
         except ImportError:
             return "not available: flashinfer is not installed"
-        layout, calls = self.backend.layout, []
+        layout = self.backend.layout
+        calls: list[Call] = []
         size = layout.block_size
         dtype = TORCH_DTYPES[layout.dtype]
         try:
@@ -463,7 +470,7 @@ class Bed:
                     q_data_type=dtype,
                     kv_data_type=dtype,
                 )
-                calls.append(_running(wrapper, queries, self.backend.layer_blocks(0)))
+                calls.append(partial(wrapper.run, queries, self.backend.layer_blocks(0)))
             calls[0]()
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is its own
             return f"failed: {type(error).__name__}: {str(error)[:100]}"
@@ -532,12 +539,12 @@ class Bed:
         """Return calls that scatter rows with torch's own function."""
         parts = [part.flatten(0, 2) for part in self.backend.layer_blocks(0)]
         new = [part.flatten(0, 1) for part in rows]
-        calls = []
+        calls: list[Call] = []
         for table in sets:
             blocks = torch.tensor(table)[:, None, None] * KV_HEADS
             slots = (blocks + torch.arange(KV_HEADS)) * size + torch.arange(size)[:, None]
             index = slots.flatten().to(self.device)
-            calls.append(_scattering(parts, index, new))
+            calls.append(partial(_scatter, parts, index, new))
         return calls
 
     def _store(self, table: list[int], context: int, keys: Tensor, values: Tensor) -> None:
@@ -605,57 +612,28 @@ def _gathered(part: Tensor, index: Tensor, tokens: int) -> Tensor:
     return held.view(len(index), KV_HEADS, -1, part.shape[3])[:, :, :tokens]
 
 
-def _attending(backend: Backend, plan: Any, queries: Tensor, options: dict[str, Any]) -> Call:
-    return lambda: backend.attend(0, plan, queries, **options)
+def _rotate_and_store(
+    backend: Backend, plan: Any, keys: Tensor, values: Tensor, rotation: Rotation
+) -> None:
+    """Rotate keys by torch, and store."""
+    backend.store(0, plan, rotation.rotate(keys), values)
 
 
-def _storing(
-    backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotation | None
-) -> Call:
-    if turn is None:
-        return lambda: backend.store(0, plan, *rows)
-    return lambda: backend.store_rotated(0, plan, rows[0], rows[1], turn)
-
-
-def _rotating(backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotation) -> Call:
-    return lambda: backend.store(0, plan, turn.rotate(rows[0]), rows[1])
-
-
-def _copying(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
-    return lambda: backend.copy_blocks(pairs)
-
-
-def _moving(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
-    return lambda: backend.move_blocks(pairs)
-
-
-def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> Call:
-    return lambda: scaled_dot_product_attention(queries, keys, values)
-
-
-def _gathering(
+def _gather_and_attend(
     queries: Tensor, keys: Tensor, values: Tensor, index: Tensor, tokens: int
-) -> Call:
-    return lambda: scaled_dot_product_attention(
-        queries, _gathered(keys, index, tokens), _gathered(values, index, tokens)
-    )
+) -> Tensor:
+    """Gather K/V by torch, and attend."""
+    keys, values = (_gathered(part, index, tokens) for part in (keys, values))
+    return scaled_dot_product_attention(queries, keys, values)
 
 
-def _running(wrapper: Any, queries: Tensor, parts: tuple[Tensor, Tensor]) -> Call:
-    return lambda: wrapper.run(queries, parts)
+def _scatter(parts: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    """Store by torch."""
+    for part, new in zip(parts, rows, strict=True):
+        part.index_copy_(0, index, new)
 
 
-def _scattering(parts: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> Call:
-    def scatter() -> None:
-        for part, new in zip(parts, rows, strict=True):
-            part.index_copy_(0, index, new)
-
-    return scatter
-
-
-def _index_copying(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Call:
-    def copy() -> None:
-        for part in parts:
-            part.index_copy_(0, targets, part.index_select(0, sources))
-
-    return copy
+def _copy(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy blocks by torch."""
+    for part in parts:
+        part.index_copy_(0, targets, part.index_select(0, sources))
