@@ -474,7 +474,8 @@ class Compactor:
         """
         heads, places = shift.nonzero().unbind(1)
         from_ = sources[heads, places]
-        rows: torch.Tensor = self._keys_at(layer, table, heads, from_)
+        stored = self._backend.layer_blocks(layer)[0]
+        rows: torch.Tensor = stored[self._slots(table, heads, from_)]
         before = None if record.originals is None else record.originals[layer]
         if before is not None:
             numbers, kept = before
@@ -502,13 +503,6 @@ class Compactor:
         turned = rotary.rotate(widened(keys), *rotary.angles(by))
         index = self._slots(into, heads, places)
         self._backend.layer_blocks(layer)[0][index] = turned.to(keys.dtype)
-
-    def _keys_at(
-        self, layer: int, table: Ids, heads: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
-        """Return copies of the keys at `places` of `table` in some heads, `[n, head_dim]`."""
-        keys: torch.Tensor = self._backend.layer_blocks(layer)[0]
-        return keys[self._slots(table, heads, places)]
 
     def _slots(
         self, table: Ids, heads: torch.Tensor, places: torch.Tensor

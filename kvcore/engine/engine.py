@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import attrs
 
@@ -14,6 +13,7 @@ from kvcore.cache import KVCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
+from kvcore.engine.speculation import SpeculativeTensorExecutor
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.plugins.manager import resolve
@@ -21,11 +21,9 @@ from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.acceptance import DraftedStep, write_acceptance
 from kvcore.serving.calibration import MeasuredStep
+from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve
-
-if TYPE_CHECKING:
-    from kvcore.serving.drafter import Drafter
 
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)
@@ -141,24 +139,20 @@ def run(
         if requests is workload and first is not None:
             workload = chain((first,), requests)
     with built_backend.limit_threads(threads, built_generator.spec):
-        executor_of: Callable[..., TensorExecutor] = TensorExecutor
+        parts = cache, built_generator, built_backend, latency
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "codec": resolve("codec", codec),
+            "clock": clock,
+            "stop_at_eos": stop_at_eos,
+            "seed": seed,
+            "texts": texts,
+        }
         built_drafter: Drafter | None = resolve("drafter", drafter)
-        if built_drafter is not None:
-            from kvcore.engine.speculation import SpeculativeTensorExecutor  # noqa: PLC0415
-
-            executor_of = partial(SpeculativeTensorExecutor, drafter=built_drafter)
-        executor = executor_of(
-            cache,
-            built_generator,
-            built_backend,
-            latency,
-            dtype=dtype,
-            codec=resolve("codec", codec),
-            clock=clock,
-            stop_at_eos=stop_at_eos,
-            seed=seed,
-            texts=texts,
-        )
+        if built_drafter is None:
+            executor = TensorExecutor(*parts, **options)
+        else:
+            executor = SpeculativeTensorExecutor(*parts, drafter=built_drafter, **options)
         whole = False
         try:
             loop, took = serve(
@@ -186,5 +180,5 @@ def run(
         steps=executor.measured,
         scheduler=scheduler,
         drafter=built_drafter,
-        drafted=getattr(executor, "drafted", []),
+        drafted=executor.drafted,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from kvcore.cache import BlockPool, Ids, KVCache
+from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import Attend, Generator, attend_through
@@ -22,6 +23,7 @@ from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
+from kvcore.serving.acceptance import DraftedStep
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS, format_bytes
@@ -38,7 +40,8 @@ class ScheduledSequence:
     """The share of one job in a step; the batch has a column for each field.
 
     Attributes:
-        job, stream: the job, and the token ids of its request.
+        job, seq: the job, and its sequence in the cache.
+        stream: the token ids of its request.
         block_table, context: as in `RaggedBatch`.
         position: position of the first new token in the sequence.
         token_ids: the new tokens.
@@ -46,6 +49,7 @@ class ScheduledSequence:
     """
 
     job: Job
+    seq: HeldSequence
     stream: TokenStream
     block_table: Ids
     context: int
@@ -76,6 +80,8 @@ class TensorExecutor:
     Attributes:
         streams: token ids of the requests that have run, by request id.
         measured: duration of each step so far, under the wall clock.
+        drafted: outcome of the drafts of each step of a sequence, in a derived class that
+            verifies drafts.
 
     Raises:
         InputError: the arguments do not fit one another, or the generator or the backend
@@ -107,6 +113,7 @@ class TensorExecutor:
         self.plugins: tuple[Plugin, ...] = (latency, generator, backend)
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
+        self.drafted: list[DraftedStep] = []
         self._cache = cache
         self._generator, self._backend = generator, backend
         self._wall = clock == "wall"
@@ -185,23 +192,22 @@ class TensorExecutor:
         context = position - seq.dropped_tokens
         return ScheduledSequence(
             job,
+            seq,
             stream,
-            self._blocks(job, context + tokens),
+            self._blocks(seq, context + tokens),
             context,
             position,
             stream.token_ids(position, position + tokens),
             output_index,
         )
 
-    def _blocks(self, job: Job, tokens: int) -> Ids:
-        """Return the ids of the blocks of the first `tokens` tokens that `job` holds."""
-        assert job.seq is not None
+    def _blocks(self, seq: HeldSequence, tokens: int) -> Ids:
+        """Return the ids of the blocks of the first `tokens` tokens that `seq` holds."""
         blocks = -(-tokens // self._cache.geometry.block_size)
-        return self._cache.block_table(job.seq)[:blocks]
+        return self._cache.block_table(seq)[:blocks]
 
     def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
         """Return the new tokens of sequences, as generator and backend read them."""
-        held = [each.job.seq for each in sequences if each.job.seq is not None]
         contexts = [each.context for each in sequences]
         return RaggedBatch(
             block_tables=[each.block_table for each in sequences],
@@ -215,7 +221,9 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
-            held_positions=self._compactor.held_positions(held, contexts),
+            held_positions=self._compactor.held_positions(
+                [each.seq for each in sequences], contexts
+            ),
             fuses_rotation=self._backend.fuses_rotation,
         )
 
@@ -226,29 +234,19 @@ class TensorExecutor:
     ) -> list[Any]:
         """Run the generator over the step, by `forward`; its K/V goes through the backend."""
         generator, backend = self._generator, self._backend
-        held = [each.job.seq for each in sequences if each.job.seq is not None]
         batch = self._batch(sequences)
-        plan = self._call(backend.plan, batch)
-        attend = attend_through(
-            plan,
-            partial(self._call, backend.store_rotated),
-            partial(self._call, self._compactor.attend(held, batch)),
+        attend = self._compactor.attend([each.seq for each in sequences], batch)
+        through = attend_through(
+            call(backend, backend.plan, batch),
+            partial(call, backend, backend.store_rotated),
+            partial(call, backend, attend),
         )
         try:
-            return (forward or generator.forward)(batch, attend)
+            return (forward or generator.forward)(batch, through)
         except KvcoreError:
             raise
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
-
-    def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a method of the backend; report its exceptions as the backend's own."""
-        try:
-            return method(*arguments, **options)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise policy_error(self._backend, method.__name__, error) from error
 
     def _append(
         self, sequences: Sequence[ScheduledSequence], tokens: Sequence[int | None]
@@ -304,6 +302,16 @@ class TensorExecutor:
         line = len(self.measured) + 2
         counts = work.prefill, work.decode, context
         self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
+
+
+def call(plugin: Plugin, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of a plugin; raise its exceptions as PolicyErrors of the plugin."""
+    try:
+        return method(*arguments, **options)
+    except KvcoreError:
+        raise
+    except FAILURES as error:
+        raise policy_error(plugin, method.__name__, error) from error
 
 
 def tensor_layout(

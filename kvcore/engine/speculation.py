@@ -13,7 +13,7 @@ sampling", 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -21,15 +21,13 @@ import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
-from kvcore.engine.executor import ScheduledSequence, TensorExecutor
+from kvcore.engine.executor import ScheduledSequence, TensorExecutor, call
 from kvcore.engine.generator import Attend
 from kvcore.engine.tokens import uniform
-from kvcore.errors import InputError, KvcoreError
-from kvcore.plugins import FAILURES, policy_error
-from kvcore.plugins.base import wrong_answer
+from kvcore.errors import InputError
+from kvcore.plugins import wrong_answer
 from kvcore.request import Key
 from kvcore.serving import Job, StepResult, StepWork
-from kvcore.serving.acceptance import DraftedStep
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.speculation import step_ps, with_drafts
 
@@ -48,9 +46,6 @@ class SpeculativeTensorExecutor(TensorExecutor):
         drafter: drafts the tokens.
         seed: as for `TensorExecutor`, with all its other arguments.
 
-    Attributes:
-        drafted: what became of the drafts of each step of a sequence.
-
     Raises:
         InputError: as `TensorExecutor`; the drafter cannot work here.
     """
@@ -67,11 +62,10 @@ class SpeculativeTensorExecutor(TensorExecutor):
         super().__init__(*arguments, seed=seed, **options)
         self.drafter = drafter
         self.plugins = (*self.plugins, drafter)
-        self.drafted: list[DraftedStep] = []
         try:
             drafter.bind()
             drafter.attach(self.latency, seed)
-            self._ask(drafter.load, self._generator, self._backend, seed)
+            call(drafter, drafter.load, self._generator, self._backend, seed)
         except BaseException:
             self.close(whole=False)
             raise
@@ -91,11 +85,11 @@ class SpeculativeTensorExecutor(TensorExecutor):
         counts = [len(draft.tokens) for draft in drafts]
         if prefilled:
             ids = [each.job.request.id for each in prefilled]
-            self._ask(self.drafter.on_prefill, ids, self._batch(prefilled))
+            call(self.drafter, self.drafter.on_prefill, ids, self._batch(prefilled))
         behind = [
             attrs.evolve(
                 first,
-                block_table=self._blocks(first.job, first.context + place + 1),
+                block_table=self._blocks(first.seq, first.context + place + 1),
                 context=first.context + place,
                 position=first.position + place,
                 token_ids=[token],
@@ -157,7 +151,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 each.position,
                 each.job.generated,
                 limit,
-                self._blocks(each.job, each.context + 1 + limit),
+                self._blocks(each.seq, each.context + 1 + limit),
             )
             for number, (each, limit) in enumerate(zip(newest, limits, strict=True))
             if limit
@@ -165,12 +159,12 @@ class SpeculativeTensorExecutor(TensorExecutor):
         found = [Draft()] * len(newest)
         if not asked:
             return found
-        drafts = self._ask(self.drafter.drafts, [*asked.values()])
+        drafts = call(self.drafter, self.drafter.drafts, [*asked.values()])
         known = range(self._generator.vocabulary)
         for (number, each), draft in zip(asked.items(), drafts, strict=True):
             if len(draft.tokens) > each.most or any(t not in known for t in draft.tokens):
-                call = f"drafts() of up to {each.most} tokens of {len(known)}"
-                raise wrong_answer(self.drafter, call, f"{draft.tokens!r}")
+                asked_for = f"drafts() of up to {each.most} tokens of {len(known)}"
+                raise wrong_answer(self.drafter, asked_for, f"{draft.tokens!r}")
             found[number] = draft
         return found
 
@@ -223,16 +217,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 rows += 1
         told = [number for number in lasts if number in row_of]
         ids = [sequences[number].job.request.id for number in told]
-        self._ask(self.drafter.on_drawn, ids, [row_of[number] for number in told])
-
-    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the drafter; report its exceptions as its own."""
-        try:
-            return method(*arguments)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise policy_error(self.drafter, method.__name__, error) from error
+        call(self.drafter, self.drafter.on_drawn, ids, [row_of[number] for number in told])
 
 
 def drawn(p: Weights, seed: int, index: int) -> int:

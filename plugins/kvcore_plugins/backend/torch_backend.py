@@ -199,7 +199,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: shapes or dtypes are not those of the step and the layout.
         """
-        self._store(layer, plan, keys, values, None)
+        TorchBackend.store_rotated(self, layer, plan, keys, values, None)
 
     def store_rotated(
         self,
@@ -215,9 +215,15 @@ class TorchBackend(Backend):
             InputError: shapes or dtypes are not those of the step and the layout, or tables
                 of the rotation do not fit the keys.
         """
+        layout, count = self.layout, plan.batch.total_tokens
         if rotation is not None:
             self._check_rotation(rotation, plan)
-        self._store(layer, plan, keys, values, rotation)
+        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
+        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
+        rows = self.stage(keys.detach()), self.stage(values.detach())
+        slots = plan.key_slots, plan.value_slots
+        turn = rotation if rotation is not None and rotation.pairs else None
+        self._pool.store(layer, slots, rows, plan.writes, turn)
 
     @property
     def fuses_rotation(self) -> bool:
@@ -236,23 +242,6 @@ class TorchBackend(Backend):
                 "with a row for each token, or places that name one for each"
             )
             raise InputError(msg)
-
-    def _store(
-        self,
-        layer: int,
-        plan: StepPlan,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation | None,
-    ) -> None:
-        """Scatter K/V, after a look at what is given."""
-        layout, count = self.layout, plan.batch.total_tokens
-        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
-        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
-        rows = self.stage(keys.detach()), self.stage(values.detach())
-        slots = plan.key_slots, plan.value_slots
-        turn = rotation if rotation is not None and rotation.pairs else None
-        self._pool.store(layer, slots, rows, plan.writes, turn)
 
     def attend(
         self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]

@@ -121,9 +121,9 @@ class HuggingFace(SamplingGenerator):
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
         source = self.tokenizer
         if source is None and isinstance(self.model, str | Path):
-            folder = Path(os.path.expanduser(self.model))  # noqa: PTH111 - as in _read
-            if not folder.is_dir() or any(folder.glob("tokenizer*")):
-                source = folder
+            place, is_folder = _place(self.model)
+            if not is_folder or any(Path(place).glob("tokenizer*")):
+                source = place
         if isinstance(source, str | Path):
             source = _read("AutoTokenizer", source, "tokenizer")
         return source
@@ -131,14 +131,15 @@ class HuggingFace(SamplingGenerator):
     def identity(self) -> str:
         """Return the files of the model with sizes and times, or a digest of its weights."""
         spec = f"{type(self).__qualname__} {self.spec!r}"
-        folder = Path(os.path.expanduser(self.model)) if _is_name(self.model) else None  # noqa: PTH111
-        if folder is not None and folder.is_dir():
-            files = sorted(file for file in folder.iterdir() if file.is_file())
-            stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-            return f"{spec} {stats!r}"
-        commit = getattr(self.network.config, "_commit_hash", None)
-        if folder is not None and commit is not None:
-            return f"{spec} {self.model} {commit}"
+        if isinstance(self.model, str | Path):
+            place, is_folder = _place(self.model)
+            if is_folder:
+                files = sorted(file for file in Path(place).iterdir() if file.is_file())
+                stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+                return f"{spec} {stats!r}"
+            commit = getattr(self.network.config, "_commit_hash", None)
+            if commit is not None:
+                return f"{spec} {self.model} {commit}"
         import torch  # noqa: PLC0415
 
         digest = blake2b(digest_size=16)
@@ -264,10 +265,6 @@ def _place(source: str | Path) -> tuple[str, bool]:
         )
         raise InputError(msg)
     return text, is_folder
-
-
-def _is_name(source: Any) -> bool:
-    return isinstance(source, str | Path)
 
 
 def _named(value: Any) -> Any:

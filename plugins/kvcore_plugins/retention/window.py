@@ -38,22 +38,17 @@ class Window(TokenRetention):
     sinks: int = attrs.field(default=0)
     positions: Literal["text", "cache"] = attrs.field(default="text")
 
-    @tokens.validator
-    def _is_positive(self, _: object, value: int) -> None:
-        if value < 1:
-            msg = f"window: tokens={value} must be 1 or more"
-            raise InputError(msg)
-
-    @sinks.validator
-    def _is_count(self, _: object, value: int) -> None:
-        if value < 0:
-            msg = f"window: sinks={value} must be 0 or more"
-            raise InputError(msg)
-
-    @positions.validator
-    def _is_known(self, _: object, value: str) -> None:
-        if value not in ("text", "cache"):
-            msg = f"window: positions={value!r} is not known; there are: text, cache"
+    def __attrs_post_init__(self) -> None:
+        """Check the options."""
+        problem = None
+        if self.tokens < 1:
+            problem = f"tokens={self.tokens} must be 1 or more"
+        elif self.sinks < 0:
+            problem = f"sinks={self.sinks} must be 0 or more"
+        elif self.positions not in ("text", "cache"):
+            problem = f"positions={self.positions!r} is not known; there are: text, cache"
+        if problem:
+            msg = f"window: {problem}"
             raise InputError(msg)
 
     @property
