@@ -45,7 +45,15 @@ class TokenStream:
         InputError: the text has a token id that the vocabulary does not have.
     """
 
-    __slots__ = ("_chain", "_published_keys", "_request", "_vocabulary", "output", "seed")
+    __slots__ = (
+        "_chain",
+        "_last_key",
+        "_published_keys",
+        "_request",
+        "_vocabulary",
+        "output",
+        "seed",
+    )
 
     def __init__(self, request: Request, vocabulary: int, seed: int) -> None:
         if isinstance(request, TextRequest) and max(request.tokens, default=0) >= vocabulary:
@@ -56,6 +64,7 @@ class TokenStream:
             raise InputError(msg)
         self.output: list[int] = []
         self._published_keys = 0
+        self._last_key: bytes | None = None
         self.seed = hashed("sample", seed, repr(request.id)) >> 1
         self._request = request
         self._vocabulary = vocabulary
@@ -88,7 +97,8 @@ class TokenStream:
     def new_keys(self, output: int) -> list[Key]:
         """Return the keys of generated blocks that were completed since the last call.
 
-        Only a `TextRequest` that publishes its output has such keys. O(tokens).
+        Only a `TextRequest` that publishes its output has such keys. O(new tokens); the first
+        keys cost O(prompt) as well.
 
         Args:
             output: number of tokens that the request will have generated at its end.
@@ -99,13 +109,22 @@ class TokenStream:
         size = request.key_tokens
         # The K/V of the last token is never computed.
         known = request.prompt_tokens + min(len(self.output), output - 1)
-        first = request.prompt_tokens // size + self._published_keys
+        whole = request.prompt_tokens // size
+        first = whole + self._published_keys
         if known // size <= first:
             return []
-        ids = [*request.tokens, *self.output[: known - request.prompt_tokens]]
-        keys: list[Key] = [*block_keys(ids, size, salt=request.salt)[first:]]
+        if whole and self._last_key is None:
+            prompt = request.tokens[: whole * size]
+            self._last_key = block_keys(prompt, size, salt=request.salt)[-1]
+        keys = block_keys(
+            self.token_ids(first * size, known),
+            size,
+            salt=request.salt,
+            parent=self._last_key,
+        )
+        self._last_key = keys[-1]
         self._published_keys += len(keys)
-        return keys
+        return [*keys]
 
     def _prompt(self, start: int, stop: int) -> list[int]:
         if isinstance(self._request, TextRequest):
