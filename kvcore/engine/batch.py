@@ -33,10 +33,10 @@ class RaggedBatch:
             sequence, from 0; None for an inner chunk of a prefill, `[sequences]`.
         seeds: seed of the samples of each sequence, `[sequences]`.
         held_positions: for each sequence that has lost tokens, the position in the text of
-            each of its `contexts` held ones, as integers: `[context]` where all layers and
-            heads hold the same, `[layers, kv_heads, context]` after a compaction. None for
-            the others, whose tokens lie at their positions; empty: for all, or no layer has
-            a window. In layers with a window a backend needs them, and `positions`.
+            each of its `contexts` held ones, as integers: `[context]` if all layers and
+            heads hold the same tokens, `[layers, kv_heads, context]` after a compaction. None
+            for a sequence whose tokens lie at their positions. Empty: none has lost tokens, or
+            no layer has a window. In layers with a window a backend reads it, and `positions`.
         fuses_rotation: whether a generator may leave the rotation of its keys to `attend`,
             with the option `rotation`, and should: it costs no pass of its own there.
     """

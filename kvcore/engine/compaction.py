@@ -1,7 +1,7 @@
 """Retention on tensors: which tokens of a sequence stay, and where their K/V goes.
 
 A compaction in one K/V head, to 4 tokens in blocks of 2. The sequence has block 9 from a
-shared prefix, and 5 and 3 of its own; it goes on with 5, 3 (what is its own comes first):
+shared prefix, and 5 and 3 of its own; it goes on with 5 and 3 (its own blocks come first):
 
     place    0  1    2  3    4  5                 0  1    2  3
     block    9  9    5  5    3  3                 5  5    3  3
@@ -37,7 +37,7 @@ FEW, SAMPLED = 8, 16
 
 
 def _check_reads(policy: TokenRetention) -> None:
-    """Raise PolicyError if what `policy` says that it reads cannot be kept for it."""
+    """Raise PolicyError if `policy.reads` is not a valid `Reads`."""
     reads = policy.reads
     if not isinstance(reads, Reads):
         wrong = f"{reads!r}: give kvcore.engine.Reads, such as Reads(keys=True)"
@@ -56,7 +56,8 @@ class _Record:
         positions: positions in the text of the tokens that its last compaction kept,
             `[layers, kv_heads, kept]`; the tokens behind them are all those that it has
             computed since. None before the first: all tokens are at their places.
-        turned: with rebased positions, where these tokens are for attention, likewise.
+        turned: with rebased positions, the positions of these tokens for attention, of the
+            same shape.
         originals: with rebased positions, for each layer the number that a place of
             `positions` has among the keys that were turned, -1 for none, `[kv_heads, kept]`,
             and these keys as they were computed, `[turned, head_dim]`.
@@ -74,7 +75,7 @@ class _Record:
     asked: list[int] = attrs.field(factory=list)
 
     def copy(self) -> _Record:
-        """Return the record of a fork. What only compactions write is shared."""
+        """Return the record of a fork, which shares the tensors that only compactions set."""
         return attrs.evolve(
             self,
             attention=None if self.attention is None else self.attention.clone(),
@@ -102,9 +103,9 @@ class _Record:
 class Compactor:
     """Runs the retention policy of a cache on tensors.
 
-    Stands between a step and the backend's `attend`, where it notes what the policy reads
-    and nothing else; copies K/V when the cache compacts a sequence; and tells the positions
-    of tokens to layers with windows. What it knows of a sequence goes with the sequence.
+    It records the inputs of the policy, and nothing else, where a step attends; moves K/V when
+    the cache compacts a sequence; and returns the positions of held tokens for layers with
+    windows. The records of a sequence end with the sequence.
 
     Args:
         cache: the cache, whose `on_fork` and `on_compact` are set. Without a policy that picks
@@ -114,8 +115,8 @@ class Compactor:
         rotary: rotary embedding of each layer, as in `Generator.rotary`.
 
     Raises:
-        InputError: the policy cannot be run: it does not say which tokens stay, or rebases
-            positions where keys cannot be rotated; says why.
+        InputError: the policy cannot be run: it selects no single tokens, or rebases positions
+            of keys that cannot be rotated.
         PolicyError: its `reads` are no `Reads`, or of a negative number of queries.
     """
 
@@ -144,16 +145,16 @@ class Compactor:
         Raises:
             InputError: the retention policy cannot be run.
         """
-        # A model may have to compute tokens to tell how it rotates: not for nothing.
+        # A model may have to compute tokens to find its rotary embedding.
         rotary = generator.rotary if cache.retention is not None else ()
         return cls(cache, backend, generator.windows, rotary)
 
     def attend(
         self, sequences: Iterable[Sequence], batch: RaggedBatch
     ) -> Callable[..., Tensor]:
-        """Return what attends in a step of `sequences`, in place of `Backend.attend`.
+        """Return the function that attends in a step of `sequences`, as `Backend.attend` does.
 
-        That is the backend's own, unless there is something to note for the policy.
+        It is the backend's own, unless there is something to record for the policy.
         """
         backend, policy = self._backend, self._policy
         if policy is None:
@@ -190,7 +191,7 @@ class Compactor:
     def held_positions(
         self, sequences: Iterable[Sequence], contexts: Iterable[int]
     ) -> list[Any]:
-        """Return `RaggedBatch.held_positions` of a step; empty where it needs none."""
+        """Return `RaggedBatch.held_positions` of a step; empty if no layer needs them."""
         if not self._has_windows:
             return []
         found = [
@@ -260,10 +261,10 @@ class Compactor:
         return found
 
     def _compact(self, seq: Sequence, table: Ids, held: int) -> None:
-        """Copy what stays of `seq`, which had `held` tokens in the blocks of `table`.
+        """Move the tokens that stay of `seq`, which had `held` tokens in the blocks `table`.
 
-        Called by the cache. Costs what the policy costs, O(layers · heads · held) to choose,
-        and a copy of the tokens that move.
+        Called by the cache. Costs the scores of the policy, O(layers · heads · held) to choose
+        tokens, and a copy of the tokens that move.
         """
         backend, policy = self._backend, self._policy
         if policy is None:
@@ -272,7 +273,7 @@ class Compactor:
                 "says which tokens stay: give it one that does"
             )
             raise PolicyError(msg)
-        # Without the blocks of tokens to come: a codec takes all blocks but the last for full.
+        # Without the blocks of tokens to come: for a codec all blocks but the last are full.
         kept = seq.computed
         into = seq.table()[: -(-kept // backend.layout.block_size)]
         record = self._record(seq)
@@ -344,9 +345,9 @@ class Compactor:
         seen: torch.Tensor,
         table: Ids,
     ) -> HeldTokens:
-        """Return what the policy reads of the held tokens of a layer.
+        """Return the held tokens of a layer, with the tensors that the policy reads.
 
-        They have `positions` in the text; attention sees them at `seen`, `[kv_heads, held]`.
+        Their `positions` are in the text; attention sees them at `seen`, `[kv_heads, held]`.
         """
         assert self._policy is not None
         backend, reads, held = self._backend, self._policy.reads, positions.shape[1]
@@ -519,7 +520,8 @@ def _weights(
     """Return attention weights, `[query_heads, n, tokens]`, in fp32 or better.
 
     `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
-    says which are attended to, `[kv_heads, n, tokens]`. A query that reaches none has zeros.
+    says which are attended to, `[kv_heads, n, tokens]`. A query that reaches no token has
+    zeros.
     """
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
     asked = widened(queries).reshape(kv_heads, -1, width)
@@ -532,7 +534,7 @@ def _weights(
 def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """Return which `count` tokens of each head stay, bool `[kv_heads, tokens]`.
 
-    Those of the highest scores; of tokens with the same score, the newer. O(tokens).
+    The tokens of the highest scores stay; of tokens with the same score, the newer. O(tokens).
     """
     bar = _bar(scores, count)
     keep = scores >= bar
@@ -548,8 +550,8 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
 def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count`-th highest score of each head, `[kv_heads, 1]`.
 
-    Of few among many, the others are left out first: those below what seems, from every 16th
-    token, to be a bar a little too low. That takes a third of the time.
+    If few tokens of many stay, most others are left out first: those below a bar that is
+    estimated from every 16th token, a little too low. That takes a third of the time.
     """
     if scores.shape[1] < FEW * count:
         return scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
@@ -566,9 +568,9 @@ def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> torch.Tensor:
-    """Return where the first `kept` places of `into` are among the `held` of `table`.
+    """Return the places in `table`, of `held` tokens, of the first `kept` places of `into`.
 
-    -1 where they are not: in a new block, or behind the last token.
+    -1 for a place in a new block, or behind the last token.
     """
     number = {block: place for place, block in enumerate(table)}
     blocks = torch.tensor([number.get(block, -1) for block in into])
@@ -578,10 +580,10 @@ def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> to
 
 
 def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the place before of each place after, and which tokens stay where they are.
+    """Return the place before of each place after, and whether its token stays in place.
 
-    Both `[kv_heads, kept]`. `keep` says which places before stay, and `back` which of them
-    the places after are (`_places_before`).
+    Both `[kv_heads, kept]`. `keep` says of each place before whether its token stays, and
+    `back` has the place before of each place after (`_places_before`).
     """
     there = back >= 0
     stays = torch.zeros(len(keep), len(back), dtype=torch.bool)

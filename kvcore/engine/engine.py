@@ -34,8 +34,7 @@ class RunResult(Result):
         outputs: generated token ids, by request id.
         steps: duration of each step, under the wall clock; empty under the model's.
         scheduler: the scheduler of the run.
-        drafted: what became of the drafts of every step of a request; empty without a
-            drafter.
+        drafted: outcome of the drafts of every step of a request; empty without a drafter.
     """
 
     outputs: dict[int | str, list[int]]
@@ -48,7 +47,7 @@ class RunResult(Result):
 
         Raises:
             InputError: the run had no drafter.
-            StorageError: the disk refused what was written.
+            StorageError: the file cannot be written.
         """
         if self.log.drafts is None:
             msg = "no drafts were verified: run with a drafter, such as prompt-lookup"
@@ -77,7 +76,7 @@ def run(
     residency: bool = True,
     drafter: Drafter | type[Drafter] | str | None = None,
 ) -> RunResult:
-    """Serve `workload` by computing it. All decisions are those of `simulate`.
+    """Serve `workload` by computing it on tensors. All decisions are those of `simulate`.
 
     Token ids are derived from the block keys of the requests (see `TokenStream`), so equal
     keys have equal K/V. The whole pool is allocated on the backend's device.
@@ -89,33 +88,33 @@ def run(
             with a trace.
         generator: computes K/V and next tokens; an instance that is not in use, a class, or
             a text such as `transformer:layers=1`.
-        backend: stores K/V and computes attention; given as the generator is.
+        backend: stores K/V and computes attention; an instance, a class or a text.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
-        codec: how K/V is kept, such as `int8`; None: as it is computed.
+        codec: codes the stored K/V, such as `int8`; None: K/V is stored as it is computed.
         scheduler: decides which jobs run; None is the `fcfs` plugin.
         latency: gives the duration of a step under the model's clock; None is the
             `roofline` plugin.
         batching: caps of a step; None is `Batching()`.
-        slo: SLO of the requests that bring none of their own.
+        slo: SLO of the requests that have none of their own.
         rate_scale: factor by which open-loop requests arrive faster than recorded.
-        clock: `model`: a step takes as long as `latency` says, so that a trace is that of
-            `simulate` but for its header; `wall`: as long as it takes here. Requests
-            arrive by the same clock, without waiting for it.
+        clock: `model`: a step takes the duration that `latency` returns, so that a trace is
+            that of `simulate` except for its header; `wall`: the time that it takes on this
+            machine. Requests arrive by the same clock, without waiting for it.
         stop_at_eos: whether a text may end before its output is complete; wall clock only.
         seed: seed of token ids and samples.
         threads: number of threads of the host that compute; None: one for a tiny model, else
-            as many as the backend's library takes and this process may use. Set for this run
-            alone.
+            the default of the backend's library, up to the CPUs of this process. Set for this
+            run alone.
         fragmentation: whether to measure the use of memory, as for `simulate`.
         residency: whether to measure how long blocks rest, as for `simulate`.
-        drafter: drafts tokens that a step verifies; given as the generator is. None: a step
-            gives one token a sequence.
+        drafter: drafts tokens that a step verifies; an instance, a class or a text. None: a
+            step generates one token a sequence.
 
     Raises:
         InputError: the arguments do not fit one another, the backend or the generator
-            cannot compute in this dtype or shape, a tier cannot be had, or the workload is out
-            of order.
-        PolicyError: a plugin failed, or the scheduler lets nothing run.
+            cannot compute in this dtype or shape, a tier cannot be opened, or the workload is
+            out of order.
+        PolicyError: a plugin failed, or the scheduler selects nothing to run.
         StorageError: the pool does not fit into the device's memory.
     """
     check_cache(cache, "run")

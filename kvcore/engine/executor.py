@@ -37,7 +37,7 @@ Clock = Literal["model", "wall"]
 
 @attrs.frozen
 class ScheduledSequence:
-    """The share of one job in a step; the batch has a column for each field.
+    """The new tokens of one job in a step; the batch has a column for each field.
 
     Attributes:
         job, seq: the job, and its sequence in the cache.
@@ -59,23 +59,23 @@ class ScheduledSequence:
 
 
 class TensorExecutor:
-    """Computes every step: a generator's K/V in the blocks of a backend.
+    """Computes every step with a generator, its K/V in the blocks of a backend.
 
     The batch of a step has the prefill chunks, in the order of the plan, then one token for
     each decoding job. Costs O(blocks of the jobs) a step besides the computation.
 
     Args:
-        cache: the cache whose block tables say where K/V lies.
+        cache: the cache with the block tables of the sequences.
         generator: computes K/V and next tokens; must not be in use.
         backend: stores K/V and computes attention; must not be in use.
         latency: gives the duration of a step under the model's clock, and the estimates
-            that schedulers ask for.
+            for schedulers.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
-        codec: how K/V is kept; None: as it is computed.
+        codec: codes the stored K/V; None: K/V is stored as it is computed.
         clock: `model` or `wall`, as for `run`.
         stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
         seed: seed of token ids and samples.
-        texts: whether requests bring their token ids, for tiers that outlive the run.
+        texts: whether requests have token ids of their own, for tiers that outlive the run.
 
     Attributes:
         streams: token ids of the requests that have run, by request id.
@@ -138,7 +138,7 @@ class TensorExecutor:
             self._mover = TensorMover(cache.tiers, backend, whose)
 
     def close(self, *, whole: bool) -> None:
-        """Close the tiers; if `whole`, when all that they were given is written."""
+        """Close the tiers; if `whole`, after all queued blocks are written."""
         mover, tiers = self._mover, self._cache.tiers
         if mover is not None and tiers is not None:
             mover.close(whole=whole)
@@ -166,21 +166,21 @@ class TensorExecutor:
         self._backend.synchronize()
         took_ns = perf_counter_ns() - began_ns
         if self._mover is not None:
-            # What the loop has copied and waited for since the last step.
+            # Time in which the loop has copied, and waited, since the last step.
             took_ns += self._mover.spent_ns
             self._mover.spent_ns = 0
         self._measure(sequences, work, took_ns * PS_PER_NS)
         return took_ns * PS_PER_NS
 
     def _prefilled(self, job: Job, tokens: int) -> ScheduledSequence:
-        """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""
+        """Return a chunk of a prefill; the last one generates a token if there is output."""
         last = job.computed + tokens == job.target and job.output_tokens
         return self._scheduled(job, job.computed, tokens, job.generated if last else None)
 
     def _scheduled(
         self, job: Job, position: int, tokens: int, output_index: int | None
     ) -> ScheduledSequence:
-        """Return what the step computes of `job`: `tokens` tokens from `position` on."""
+        """Return the part of `job` in a step: `tokens` tokens from `position` on."""
         request, seq = job.request, job.seq
         assert seq is not None
         stream = self.streams.get(request.id)
@@ -188,7 +188,7 @@ class TensorExecutor:
             stream = TokenStream(request, self._generator.vocabulary, self._seed)
             self.streams[request.id] = stream
         # The table is without the blocks that a retention policy has dropped. K/V carries
-        # its position, so it is attended to alike wherever in the table it lies.
+        # its position, so its place in the table makes no difference to attention.
         context = position - seq.dropped_tokens
         return ScheduledSequence(
             job,
@@ -207,7 +207,7 @@ class TensorExecutor:
         return self._cache.block_table(seq)[:blocks]
 
     def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
-        """Return the new tokens of sequences, as generator and backend read them."""
+        """Return the batch of the new tokens of sequences."""
         contexts = [each.context for each in sequences]
         return RaggedBatch(
             block_tables=[each.block_table for each in sequences],
@@ -232,7 +232,7 @@ class TensorExecutor:
         sequences: Sequence[ScheduledSequence],
         forward: Callable[[RaggedBatch, Attend], list[Any]] | None = None,
     ) -> list[Any]:
-        """Run the generator over the step, by `forward`; its K/V goes through the backend."""
+        """Run the generator, or `forward` in its place, over the step; return its result."""
         generator, backend = self._generator, self._backend
         batch = self._batch(sequences)
         attend = self._compactor.attend([each.seq for each in sequences], batch)
@@ -253,8 +253,8 @@ class TensorExecutor:
     ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
         """Append the generated tokens to their streams.
 
-        Returns the jobs whose text has ended early, with their output tokens, and the jobs
-        that share what they generate, with the keys of newly completed blocks.
+        Returns the jobs that have ended early, with their numbers of output tokens, and the
+        jobs that publish their output, with the keys of newly completed blocks.
 
         Raises:
             PolicyError: the generator did not return one token for each sequence that
@@ -289,7 +289,7 @@ class TensorExecutor:
     def _measure(
         self, sequences: Sequence[ScheduledSequence], work: StepWork, took_ps: int
     ) -> None:
-        """Record the duration of a step with its counts, as `calibrate` reads them.
+        """Record the duration and the counts of a step, for `calibrate`.
 
         Decoding sequences are the last of the step.
         """
@@ -341,7 +341,7 @@ def tensor_layout(
 
 
 def _check_codec(backend: Backend, layout: TensorLayout) -> None:
-    """Raise InputError for a codec that the backend would not heed."""
+    """Raise InputError for a codec that the backend would ignore."""
     codec = layout.codec
     if codec is not None and codec.dtype != layout.dtype and not backend.takes_codecs:
         msg = (
@@ -352,7 +352,7 @@ def _check_codec(backend: Backend, layout: TensorLayout) -> None:
 
 
 def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:
-    """Raise StorageError if weights that are yet to be made do not fit beside the pool."""
+    """Raise StorageError if the weights, which are made later, do not fit beside the pool."""
     weights, free = generator.weight_bytes(layout.dtype), backend.memory().free
     if weights and free is not None and weights + layout.bytes > free:
         msg = (

@@ -1,10 +1,10 @@
 """The executor that verifies drafts: one pass of the model over several tokens a sequence.
 
-What a sequence generates does not depend on a drafter. Tokens that were chosen are accepted
-if they are what the model draws, by the same seed and index as without a drafter: the output
-is the same, token for token. Of tokens that were drawn from probabilities q, x is accepted
-with probability min(1, p(x) / q(x)), else the token is drawn from max(0, p - q), normalized:
-it has the distribution p of the model exactly.
+The output of a sequence does not depend on a drafter. A draft that was chosen is accepted if
+the model draws the same token, by the same seed and index as without a drafter: the output is
+the same, token for token. A draft x that was drawn from probabilities q is accepted with
+probability min(1, p(x) / q(x)), else a token is drawn from max(0, p - q), normalized: the
+token has the distribution p of the model exactly.
 
 Source: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
 decoding", ICML 2023; Chen et al., "Accelerating large language model decoding with speculative
@@ -110,7 +110,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
             for each, row in zip(outcomes[:first], prefilled, strict=True)
         ]
         ended, named = self._append(prefilled, tokens)
-        # Where the outcomes of each sequence are: that of its newest token, then of drafts.
+        # The places of the outcomes of each sequence: of its newest token, then of drafts.
         own, places = len(sequences) - len(newest), []
         for number, count in enumerate(counts):
             places.append([own + number, *range(first, first + count)])
@@ -142,7 +142,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
         """Return drafts for the sequences that may have some, empty ones for the others.
 
         Raises:
-            PolicyError: the drafter failed, or drafted more than it may, or what is no token.
+            PolicyError: the drafter failed, or drafted too many tokens, or ids that are none.
         """
         asked = {
             number: DraftSequence(
@@ -235,7 +235,7 @@ def judged(p: Weights, q: Weights, drafted: int, level: float, other: float) -> 
         q: probabilities that it was drawn from.
         drafted: the token.
         level: a number drawn from [0, 1), by which it is accepted.
-        other: likewise, by which another one is drawn.
+        other: a number drawn from [0, 1), by which another token is drawn.
     """
     if level * q[drafted] < p[drafted]:
         return drafted
