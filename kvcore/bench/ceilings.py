@@ -20,8 +20,8 @@ BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
     """Return the rates of memory in bytes a second, by name.
 
-    A copy counts what it reads and what it writes. Reading is the faster of torch's sum and,
-    where there is Triton, a kernel that combines all words.
+    A copy counts the bytes read and the bytes written. Reading is the faster of torch's sum
+    and, if Triton is installed, of a kernel that combines all words.
     """
     clock = DeviceClock() if device.type == "cuda" else HostClock()
     size = BYTES[device.type]
@@ -44,7 +44,7 @@ def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
 
 
 def _kernels(source: Tensor) -> list[Callable[[], Any]]:
-    """Return calls of the kernel that reads, in some shapes; none where Triton is missing."""
+    """Return calls of the reading kernel, in some shapes; none without Triton or a GPU."""
     if source.device.type != "cuda":
         return []
     try:

@@ -16,7 +16,7 @@ LEAST, MOST = 6, 200
 """Samples that a time is a median of, at least and at most."""
 
 WAIT_CYCLES = 40_000_000
-"""Cycles of a GPU, some 25 ms, in which the host launches what is measured."""
+"""Cycles of a GPU, some 25 ms, in which the host launches the measured work."""
 
 
 @attrs.frozen
@@ -37,7 +37,7 @@ class Timing:
 class HostClock:
     """Times calls that are done when they return.
 
-    With one thread the time is that of the CPU, which other processes take less from.
+    With one thread the time is CPU time, which other processes disturb less.
     """
 
     def time(
@@ -46,8 +46,8 @@ class HostClock:
         """Return the times of calls, one for each version.
 
         A version is calls that do the same, each on memory of its own, so that no cache holds
-        what the next one reads. Versions are sampled in turn for about so many `seconds`, so
-        that what else the machine does is spread over all of them. `graph` is for GPUs.
+        the memory of the next one. Versions are sampled in turn, for about `seconds` each, so
+        that other load of the machine is spread over all of them. `graph` is for GPUs.
         """
         del graph
         for calls in versions:
@@ -61,9 +61,10 @@ class HostClock:
 class DeviceClock:
     """Times work on a GPU by events, replayed from a CUDA graph where it can be captured.
 
-    A graph leaves out what the host needs to launch kernels, which an engine that captures its
-    decode steps does not pay either. What cannot be captured is launched while the GPU is kept
-    waiting, and says so: where nothing waits for the GPU, the host's time is left out as well.
+    A graph leaves out the time in which the host launches kernels, which an engine that
+    captures its decode steps does not spend either. Calls that cannot be captured are launched
+    while the GPU is kept waiting, which `Timing.how` notes: unless a call waits for the GPU,
+    the time of the host is left out as well.
     """
 
     def time(

@@ -1,7 +1,7 @@
 """Paged K/V for benchmarks: known numbers in a backend's pool, surrounded by poison.
 
-Shapes are those of a layer of Llama 3 8B. Blocks of a sequence lie in random order, and what
-belongs to no sequence is NaN, so that a result that depends on it is NaN too. Needs torch.
+Shapes are those of a layer of Llama 3 8B. Blocks of a sequence lie in random order, and slots
+that belong to no sequence are NaN, so that a result that reads one is NaN too. Needs torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROTARY = Rotary(tuple(500_000 ** (-i / 64) for i in range(64)))
 """Llama 3's: all of a key is rotated."""
 
 CODE_STEP = 1 / 8
-"""From a code to the one beside it, as a part of the greatest number: at most, of fp8."""
+"""Distance of neighbouring codes, as a part of the greatest number: the largest, of fp8."""
 
 HALF_EPS = 1e-4
 """Relative distance of two numbers that only dtypes of 16 bits exceed."""
@@ -50,7 +50,7 @@ PEER_BYTES = 4 << 30
 
 
 Version: TypeAlias = tuple[str, Sequence[Call] | str, dict[str, Any]]
-"""Who does something; calls that do it, or why there are none; what is known of the result."""
+"""Name of an implementation; its calls, or why there are none; fields of its row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +61,7 @@ class DecodeCase:
         name: sizes, as the table names them.
         lengths: tokens of each sequence, the new one included.
         window, sinks: as in `Backend.attend`.
-        target: what is to be reached.
+        target: the goal of the row.
     """
 
     name: str
@@ -76,10 +76,10 @@ class Bed:
     """A backend with a pool of known numbers.
 
     Attributes:
-        name: what rows call the backend.
+        name: name of the backend in rows.
         backend: the backend.
         suite: suite of the rows.
-        settings: what is measured.
+        settings: selection of the measurements.
         seconds: time that a version of a case is sampled for.
     """
 
@@ -174,7 +174,7 @@ class Bed:
                 rows.copy_(drawn_part[: len(rows)])
 
     def sets(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return block tables of such sequences, as often as it takes to leave no cache warm.
+        """Return block tables of sequences, in as many sets as leave no cache warm.
 
         They hold numbers; the blocks that no table has are NaN.
         """
@@ -246,7 +246,7 @@ class Bed:
     def store(
         self, tokens: int, target: Target | None = None, *, rotated: bool = False
     ) -> list[Row]:
-        """Write new tokens into blocks; compare what is read back with what codes give.
+        """Write new tokens into blocks; compare them with their codes, decoded.
 
         With `rotated` the backend rotates keys first: the tables are read too, once.
         """
@@ -388,7 +388,7 @@ class Bed:
         *,
         graph: bool = True,
     ) -> list[Row]:
-        """Time versions side by side; a text in place of calls says why there are none."""
+        """Time versions side by side; a text in place of calls is the reason for none."""
         common: dict[str, Any] = {"suite": self.suite, "unit": "bytes", **row}
         there = [calls for _, calls, _ in versions if not isinstance(calls, str)]
         timings = None
@@ -451,7 +451,7 @@ class Bed:
         size = layout.block_size
         dtype = TORCH_DTYPES[layout.dtype]
         try:
-            # Zeros, as it asks for.
+            # FlashInfer needs zeros.
             workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
             for tables in sets:
                 counts = torch.tensor([0, *map(len, tables)]).cumsum(0).int()
@@ -506,7 +506,7 @@ class Bed:
         return worst, library
 
     def _stored_error(self, rows: Sequence[Tensor], table: list[int], tokens: int) -> float:
-        """Return how far what was stored is from what was given, as its codec has it."""
+        """Return the greatest difference of stored K/V from given K/V, coded and decoded."""
         codec = self.backend.layout.codec
         worst = 0.0
         found = self.backend.read(0, table, tokens)
@@ -524,7 +524,7 @@ class Bed:
                 expected = decoded.transpose(0, 1).to(given.device)
             scale = float(given.abs().max())
             worst = _greater(worst, _difference(read.double(), expected.double()) / scale)
-        # Nothing else was written: as many blocks again are still NaN.
+        # Nothing else was written: as many other blocks are still NaN.
         held = {*table}
         others = [block for block in self._order if block not in held][: len(table)]
         if others and self.backend.layout.codec is None:
@@ -565,7 +565,7 @@ class Bed:
 def failed_row(suite: str, operation: str, by: str, case: str, error: Exception) -> Row:
     """Return the row of something that was not measured, with the reason.
 
-    What cannot be done here, or does not fit, is missing; whatever else is raised is wrong.
+    After an error of kvcore, or without enough memory, it is missing; after any other, wrong.
     """
     told = next(iter(str(error).splitlines()), "")
     missing = isinstance(error, KvcoreError | torch.OutOfMemoryError)
@@ -587,7 +587,7 @@ def _seen(tokens: int, case: DecodeCase) -> int:
 
 
 def _kept(tokens: int, case: DecodeCase) -> Tensor:
-    """Return the places of these tokens."""
+    """Return the places of the tokens that the last of `tokens` tokens attends to."""
     places = torch.arange(tokens)
     if case.window is None:
         return places
@@ -600,7 +600,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _greater(one: float, other: float) -> float:
-    """Return the greater, or NaN if the second is."""
+    """Return the greater number; NaN if `other` is NaN."""
     return other if other != other or other > one else one  # noqa: PLR0124 - NaN
 
 

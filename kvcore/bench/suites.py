@@ -22,9 +22,9 @@ class Suite:
     """A part of the benchmark.
 
     Attributes:
-        about: what it measures, in a line.
+        about: description in a line.
         operations: names that `Settings.only` may have.
-        backend: what it measures unless asked otherwise; None: no tensors.
+        backend: default backend; None: the suite has no tensors.
     """
 
     about: str
@@ -60,10 +60,10 @@ def run_suites(
     plugins: Plugins | None = None,
     tell: Tell | None = None,
 ) -> BenchResult:
-    """Run suites, one after the other; `tell` is called with each row when it is there.
+    """Run suites, one after the other; call `tell` with each row when it is measured.
 
-    What cannot be measured here is a row with the reason. Shares of ceilings are known at the
-    end, when these have been measured again.
+    A case that cannot be measured here is a row with the reason. Shares of ceilings are known
+    at the end, after the ceilings have been measured again.
 
     Raises:
         InputError: no such suite, operation or dtype, or a backend that cannot be built.
@@ -124,13 +124,13 @@ def _check(names: Sequence[str], settings: Settings) -> None:
 
 
 def _unavailable(spec: str, plugins: Plugins) -> str | None:
-    """Return why a backend cannot be built here; None: it can."""
+    """Return why a backend cannot be built here; None if it can."""
     reason: str | None = plugins.get("backend", spec.partition(":")[0]).unavailable()
     return reason
 
 
 def _require(name: str, spec: str, plugins: Plugins) -> None:
-    """Raise PluginError, saying what to do, unless a suite can run."""
+    """Raise PluginError, with the way out, unless a suite can run here."""
     import_extra("torch", f"bench {name} needs torch", "torch")
     if spec.partition(":")[0] == CUDA and (why := _unavailable(CUDA, plugins)):
         msg = (

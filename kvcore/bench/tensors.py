@@ -41,7 +41,7 @@ def run_tensor_suite(
 ) -> tuple[list[Row], list[Ceiling], dict[str, Any]]:
     """Measure the suite `cpu` or `gpu` on a backend.
 
-    Returns its rows, the ceilings of the memory, and the machine with what was measured on it.
+    Returns its rows, the ceilings of the memory, and the description of the machine.
 
     Raises:
         InputError: the backend cannot be built.
@@ -95,7 +95,7 @@ class _Suite:
 
     Attributes:
         name, spec: names of the suite and of the backend.
-        settings: what is measured.
+        settings: selection of the measurements.
         plugins: where backends and codecs are built.
         seconds: time that a version of a case is sampled for.
     """
@@ -163,7 +163,7 @@ class _Pool:
         *arguments: Any,
         **options: Any,
     ) -> Sequence[Row]:
-        """Return the rows of a method of `Bed`, or one with the reason why there are none."""
+        """Return the rows of a method of `Bed`, or a row with the reason why it has none."""
         suite, case = self.suite, f"{self.codec or self.dtype}, {case}"
         if suite.settings.late:
             why = f"not measured: the deadline of {suite.settings.deadline:g} s has passed"
@@ -347,7 +347,7 @@ def _grid(suite: _Suite, dtype: str) -> Iterator[Row]:
         pool = suite.pool(tokens, dtype)
         try:
             pool.bed()
-        except KvcoreError:  # too little memory: the rows of cells that do not fit say so
+        except KvcoreError:  # too little memory: cells that do not fit get rows with the reason
             tokens //= 2
         else:
             yield from pool.decode(cases)

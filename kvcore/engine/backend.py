@@ -141,9 +141,9 @@ class Backend(Plugin):
         """Allocate the pool and set `layout`. The content of the blocks is undefined.
 
         Raises:
-            InputError: the dtype, head size or device does not work; says which would.
-            StorageError: there is too little memory; says how much was asked for, how much
-                is free, and how many blocks would fit.
+            InputError: the dtype, head size or device does not work; names those that would.
+            StorageError: there is too little memory; with the requested bytes, the free bytes,
+                and the number of blocks that would fit.
         """
 
     @abstractmethod

@@ -64,7 +64,7 @@ class _Record:
         attention: sums of attention weights, `[layers, kv_heads, at least held]`.
         queries: for each layer the queries of the newest n tokens, `[n, heads, head_dim]`;
             the one at position p is row p % n.
-        asked: position of each of these rows; -1: none yet.
+        asked: position of each row of `queries`; -1: the row is empty.
     """
 
     positions: torch.Tensor | None = None
@@ -396,7 +396,7 @@ class Compactor:
         )
 
     def _reach(self, layer: int, seen: torch.Tensor, asked: Any) -> torch.Tensor:
-        """Return which tokens at `seen` are attended to from the positions `asked`."""
+        """Return which tokens at `seen` a query at the positions `asked` attends to, bool."""
         window = self._windows[layer]
         reach: torch.Tensor = seen <= asked
         if window is not None:
@@ -520,8 +520,8 @@ def _weights(
     """Return attention weights, `[query_heads, n, tokens]`, in fp32 or better.
 
     `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
-    says which are attended to, `[kv_heads, n, tokens]`. A query that reaches no token has
-    zeros.
+    is True for tokens that are attended to, `[kv_heads, n, tokens]`. A query that reaches no
+    token has zeros.
     """
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
     asked = widened(queries).reshape(kv_heads, -1, width)
@@ -582,7 +582,7 @@ def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> to
 def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the place before of each place after, and whether its token stays in place.
 
-    Both `[kv_heads, kept]`. `keep` says of each place before whether its token stays, and
+    Both `[kv_heads, kept]`. `keep` is True for each place before with a token that stays, and
     `back` has the place before of each place after (`_places_before`).
     """
     there = back >= 0

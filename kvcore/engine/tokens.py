@@ -84,7 +84,7 @@ class TokenStream:
     def append(self, token: int) -> int:
         """Append the next output token and return it.
 
-        `token` is what the model sampled; an output key at its position takes its place.
+        `token` is the sampled one; an output key at its position takes its place.
         """
         request = self._request
         if request.output_keys and not isinstance(request, TextRequest):

@@ -76,9 +76,9 @@ class Text:
 
 
 def next_batch(texts: Sequence[Text], counts: Sequence[int]) -> RaggedBatch:
-    """Return the batch that computes `counts` more tokens of each text, at most those left.
+    """Return the batch that computes `counts` more tokens of each text, without block tables.
 
-    A sequence whose last token it computes generates the next. It has no block tables.
+    Counts are at most `Text.left`. A text whose last token is computed generates the next one.
     """
     spans = [range(t.computed, t.computed + n) for t, n in zip(texts, counts, strict=True)]
     return RaggedBatch(

@@ -1,4 +1,4 @@
-"""Run all that a GPU is needed for, each part by itself, and print one document and one table.
+"""Run all tests and benchmarks that need a GPU, in parts, and print a table and a document.
 
 python -m kvcore.testing.gpu [--backend NAME] [--quick] [--deadline SECONDS] [--json FILE]
 """
@@ -28,13 +28,13 @@ from kvcore.plugins import Plugins
 from kvcore.testing.gpu.device_tests import BACKEND, OTHER
 
 DEADLINE = 600.0
-"""Seconds that all of it takes at most."""
+"""Time limit of the whole run, in seconds."""
 
 SHARES = {"conformance": 0.3, "twin": 0.15, "check": 0.15}
-"""Parts of the time that a part may take; the benchmark has what is left."""
+"""Shares of the time limit, by part; the benchmark has the rest."""
 
 WORKERS = 8
-"""Processes at most that run tests side by side: kernels are compiled for many shapes."""
+"""Most processes that run tests side by side: kernels are compiled for many shapes."""
 
 OUTPUT = 4000
 """Characters of the end of a failed part's output that are kept."""
@@ -45,11 +45,11 @@ class Part:
     """Outcome of one part of the run.
 
     Attributes:
-        name: its name.
-        ok: whether all of it is as it should be.
-        summary: what was found, in a line.
+        name: name of the part.
+        ok: whether it has passed.
+        summary: the result, in a line.
         seconds: time that it took.
-        details: what else there is to say, as JSON.
+        details: further results, as JSON.
     """
 
     name: str
@@ -132,7 +132,7 @@ Run = Callable[[str, Path, float], tuple[bool, str, dict[str, Any]]]
 
 
 def _part(name: str, run: Run, backend: str, folder: Path, limit: float) -> Part:
-    """Run a part, and say what became of it."""
+    """Run a part, and return its outcome."""
     begun = monotonic()
     if limit <= 1:
         return Part(name, False, "not run: no time was left", 0.0, {})  # noqa: FBT003
@@ -183,7 +183,7 @@ def _tests(chosen: str) -> Run:
 
 
 def _bench(*options: str) -> Run:
-    """Return what runs `kvcore bench gpu` with options."""
+    """Return a function that runs `kvcore bench gpu` with options."""
 
     def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
         out = folder / "bench.json"

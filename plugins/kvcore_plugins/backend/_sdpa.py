@@ -30,7 +30,7 @@ from kvcore_plugins.backend._step_plan import (
 )
 
 CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
-"""Bytes of K/V gathered at a time: what caches hold on a CPU, what occupies a GPU."""
+"""Bytes of K/V gathered at a time: they fit into caches on a CPU, and occupy a GPU."""
 
 WEIGHED_BYTES = 1 << 24
 """Bytes of attention weights held at a time while they are summed up."""
@@ -47,7 +47,7 @@ class Sdpa:
     one by itself, as many heads at a time as the caches hold. In fp32 and fp64 on a CPU, V
     of a long one is not gathered at all: `embedding_bag` adds up its rows in place.
 
-    Source: Dao et al., "FlashAttention", NeurIPS 2022, for what torch does; Kwon et al.,
+    Source: Dao et al., "FlashAttention", NeurIPS 2022, for torch's function; Kwon et al.,
     "Efficient memory management for large language model serving with PagedAttention",
     SOSP 2023, for attention over block tables.
     """
@@ -55,7 +55,7 @@ class Sdpa:
     def __init__(
         self, pool: Pool, kernel: DecodeKernel | None, on_fallback: Callable[[str], None]
     ) -> None:
-        """Store the pool, and what computes single tokens in place of torch, if anything."""
+        """Store the pool, and the kernel that computes single tokens in place of torch."""
         group_bytes = tile_bytes = GPU_GATHER_BYTES
         on_cpu = pool.device.type == "cpu"
         if on_cpu:
@@ -142,7 +142,7 @@ class _LayerAttention:
         queries: `[rows, kv_heads, group, head_dim]`.
         out: the output, `[rows, kv_heads, group, value_dim]`; each part writes its rows.
         scale: as in `Backend.attend`.
-        sums: where attention weights are added up, for each sequence; None: nowhere.
+        sums: sums of the attention weights of each sequence, to add to; None: no sums.
     """
 
     pool: Pool
@@ -230,7 +230,7 @@ class _LayerAttention:
         self.out[rows] = found.permute(2, 0, 1, 3)
 
     def _weighed_chunk(self, tile: Tile, mask: Tensor | None, sums: Tensor) -> None:
-        """Compute what `_chunk` does, some tokens at a time, and sum up the weights."""
+        """Compute a chunk as `_chunk` does, some tokens at a time, and sum up the weights."""
         keys, values = self._keys(tile), self._values(tile)
         reach, (heads, group) = tile.reach, self.queries.shape[1:3]
         step = max(1, WEIGHED_BYTES // (heads * group * reach.total * sums.dtype.itemsize))

@@ -36,7 +36,7 @@ GROUP_SPREAD = 64
 """Contexts of a group differ by at most this many tokens, or an eighth of the longest."""
 
 BY_POSITION = "a window is by the positions of a sequence that has lost tokens"
-"""Why torch computes a single token though there is a kernel."""
+"""Why torch computes a single token although there is a kernel."""
 
 
 class LayerKind(NamedTuple):
@@ -252,8 +252,8 @@ class Divider:
         tile_bytes: bytes of K/V that a tile of a single token may gather.
         bags: whether tiles of a single token get `Tile.bags`.
         kernel: computes single tokens; None: torch does, in groups and tiles.
-        on_fallback: called with the reason why torch computes single tokens though there is
-            a kernel.
+        on_fallback: called with the reason why torch computes single tokens although there
+            is a kernel.
     """
 
     pool: Pool
@@ -401,7 +401,7 @@ class Divider:
         counts = torch.tensor([kind.attended(each.context) for each in members])[:, None]
         places = torch.arange(int(counts.max())).expand(len(members), -1)
         mask = places < counts
-        # What is left out lies between the sinks and the window. Places past the end of a
+        # Tokens between the sinks and the window are left out. Places past the end of a
         # sequence are its new token again: they are masked, but must have been stored.
         places = torch.where(places < kind.sinks, places, places + own + 1 - counts)
         places = places.minimum(own)

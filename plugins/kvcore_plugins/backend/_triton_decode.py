@@ -1,4 +1,4 @@
-"""Attention of decoding sequences by Triton: what is covered, the plan, the launch."""
+"""Attention of decoding sequences by Triton: limits, plan and launch of the kernels."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ In fp32, which tensor cores do not multiply exactly, registers hold a quarter of
 """
 
 PER_MULTIPROCESSOR = 4
-"""Programs that a multiprocessor runs at once: so many chunks are one full wave."""
+"""Programs that a multiprocessor runs at once, in a full wave of chunks."""
 
 MULTIPROCESSORS = 132
-"""Those of an H100 or H200, assumed where there is no GPU."""
+"""Multiprocessors of an H100 or H200, assumed without a GPU."""
 
 FINER = 4
 """How much shorter chunks are where contexts differ, so that the last ones end together."""
 
 EVEN = 8
-"""Contexts are alike if the longest is longer than the mean by an eighth at most."""
+"""Contexts are even if the longest is longer than the mean by an eighth at most."""
 
 LEAST_CHUNK = 128
 """Tokens of a chunk at least, unless the context is shorter."""
@@ -105,10 +105,10 @@ class Coding:
     """How kernels read the numbers of a pool.
 
     Attributes:
-        way: one of those of the kernels.
+        way: the coding, a constant of `kernels.decode` such as `PLAIN`.
         bits: see `decode._widened`.
         fp8: dtype that numbers are read as; None: as they are, or as bytes.
-        keys, values: what scores, and outputs, are multiplied by.
+        keys, values: factors of scores and of outputs.
         packed: numbers in a byte.
     """
 
@@ -141,7 +141,7 @@ class Coding:
         return cls(decode.FP8, bits, dtype, keys=factor, values=factor)
 
     def read(self, half: Half) -> tuple[Tensor, Tensor | None]:
-        """Return the numbers of K or V of a layer, and what a codec has for each token."""
+        """Return the numbers of K or V of a layer, and the scales or grids of its tokens."""
         if isinstance(half, LayerTensor):
             return half.by_token, None
         assert isinstance(half, CodedHalf)
@@ -157,7 +157,7 @@ class Coding:
 
 @attrs.frozen(eq=False)
 class DecodePlan:
-    """What programs do for the decoding sequences of a step, in all layers of a kind.
+    """The work list of programs for the decoding sequences of a step, in layers of a kind.
 
     Attributes:
         singles: the new tokens.
@@ -183,10 +183,10 @@ class DecodePlan:
 
 
 def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
-    """Return how many tokens a chunk has at most, for sequences that attend to `lengths`.
+    """Return the most tokens of a chunk, for sequences that attend to `lengths` tokens.
 
-    Where these are alike, `programs` chunks run at once: one wave, and never a second with
-    few programs. Where they differ, chunks are so short that the last to end does not matter.
+    If lengths are even, chunks make one wave of up to `programs` programs, and no second wave
+    with few. If they differ, chunks are so short that the last one to end does not matter.
     """
     count, total, longest = len(lengths), sum(lengths), max(lengths)
     if EVEN * longest * count <= (EVEN + 1) * total:
@@ -207,7 +207,7 @@ class TritonDecode(DecodeKernel):
     """
 
     def __init__(self, pool: Pool) -> None:
-        """Look at a pool for which `uncovered` is None."""
+        """Choose tiles and strides for a pool for which `uncovered` is None."""
         self._pool, layout = pool, pool.layout
         self._coding = coding = Coding.of(pool)
         dot = DOTS[pool.dtype]
@@ -230,7 +230,7 @@ class TritonDecode(DecodeKernel):
         units = [
             gcd(16, width, stride) for width, stride in zip(widths, self._strides, strict=True)
         ]
-        # What all kernels are given, and what those that read values are given besides.
+        # Arguments of all kernels, and further ones of those that read values.
         self._keys = {
             "full": layout.head_dim,
             "width": widths[0],

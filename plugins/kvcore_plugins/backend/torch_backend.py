@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 ONE_THREAD = 10**7
 """Parameters that a token passes, up to which one thread computes a step.
 
-A step of some sequences of such a model is a few ms in tens of parallel regions. A second
-idle core saves nothing of that, and one that another process wants costs each region a time
-slice, as long as the step: 6 million parameters, a row, took 2.0 ms with one thread, 2.3 ms
-with two, and 92 ms with two that had to share their cores.
+A step of some sequences of such a model is a few ms in tens of parallel regions. A second idle
+core does not make it faster, and a core that is shared with another process costs each region a
+time slice, as long as the step: 6 million parameters, a row, took 2.0 ms with one thread, 2.3
+ms with two, and 92 ms with two that had to share their cores.
 """
 
 
 Attention: TypeAlias = Literal["triton", "sdpa", "flashinfer"]
-"""What computes attention."""
+"""Names of the implementations of attention."""
 
 
 attention_validator = attrs.validators.optional(attrs.validators.in_(get_args(Attention)))
@@ -47,8 +47,8 @@ attention_validator = attrs.validators.optional(attrs.validators.in_(get_args(At
 class TorchBackend(Backend):
     """Keeps K/V in one torch tensor, or the planes of a codec, a tensor each.
 
-    A derived class names the device, and overrides `upload`, `transfer`, `host_rows` and
-    `stage` where that is not the host.
+    A derived class defines the device, and overrides `upload`, `transfer`, `host_rows` and
+    `stage` if that is not the host.
     """
 
     takes_codecs: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class TorchBackend(Backend):
     )
 
     fallbacks: tuple[str, ...] = attrs.field(init=False, default=())
-    """Why torch computes what a kernel was to compute, since `allocate`: each reason once."""
+    """Why torch computes attention in place of a kernel, since `allocate`: each reason once."""
 
     _pool: Pool = attrs.field(init=False, default=None, repr=False)
     _kernel: Sdpa = attrs.field(init=False, default=None, repr=False)
@@ -82,7 +82,7 @@ class TorchBackend(Backend):
         return tensor
 
     def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy between host and device, `(into, source)`; all is there when this returns."""
+        """Copy between host and device, `(into, source)`, and wait for the copies."""
         for into, source in copies:
             into.copy_(source)
 
@@ -128,10 +128,10 @@ class TorchBackend(Backend):
         self.layout = layout
 
     def _decode_kernel(self) -> DecodeKernel | None:
-        """Return what computes decoding sequences; None: torch, as everything else.
+        """Return the kernel that computes decoding sequences; None: torch does.
 
         Raises:
-            InputError: it was asked for, and cannot be had.
+            InputError: the option `attention` names a kernel that cannot work here.
         """
         if self.attention == "sdpa":
             return None
@@ -156,14 +156,14 @@ class TorchBackend(Backend):
         raise InputError(msg)
 
     def _fall_back(self, reason: str) -> None:
-        """Keep and log, once, why torch computes what a kernel was to compute."""
+        """Record and log a reason, once, why torch computes in place of a kernel."""
         if reason not in self.fallbacks:
             self.fallbacks += (reason,)
             text = "%s: attention is by torch's sdpa where a kernel was wanted: %s"
             getLogger("kvcore").warning(text, self.name, reason)
 
     def check(self, layout: TensorLayout) -> None:
-        """Raise InputError for a layout that the device cannot take. None unless overridden."""
+        """Raise InputError for a layout that the device cannot take; no-op by default."""
 
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
         """Return `data` as a tensor on the device.
@@ -186,7 +186,7 @@ class TorchBackend(Backend):
         return self.upload(torch.as_tensor(data, dtype=TORCH_DTYPES[dtype]))
 
     def plan(self, batch: RaggedBatch) -> StepPlan:
-        """Return the slots of the new tokens, and what attention needs of the block tables.
+        """Return the slots of the new tokens, and the block tables for attention.
 
         Raises:
             InputError: there is no sequence, or a block table does not hold its sequence.
@@ -197,7 +197,7 @@ class TorchBackend(Backend):
         """Scatter K/V into the slots.
 
         Raises:
-            InputError: shapes or dtypes are not those of the step and the layout.
+            InputError: shapes or dtypes do not fit the step and the layout.
         """
         TorchBackend.store_rotated(self, layer, plan, keys, values, None)
 
@@ -212,8 +212,8 @@ class TorchBackend(Backend):
         """Scatter rotated keys and values into the slots; kernels rotate on the way.
 
         Raises:
-            InputError: shapes or dtypes are not those of the step and the layout, or tables
-                of the rotation do not fit the keys.
+            InputError: shapes or dtypes do not fit the step and the layout, or tables of the
+                rotation do not fit the keys.
         """
         layout, count = self.layout, plan.batch.total_tokens
         if rotation is not None:
@@ -249,18 +249,17 @@ class TorchBackend(Backend):
         """Return attention's output for the new tokens.
 
         Raises:
-            InputError: queries are not those of the step, K/V heads do not divide the query
-                heads, or the window has no token.
+            InputError: queries do not fit the step, K/V heads do not divide the query heads,
+                or the window has no token.
         """
         return self._attended(layer, plan, queries, None, **options)
 
     def attend_weighed(
         self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return what `attend` does, and the summed weights of each sequence.
+        """Return the output of `attend`, and the summed weights of each sequence.
 
-        A step of single tokens computes the weights anyway; a chunk of a prefill takes them
-        piece by piece (`WEIGHED_BYTES`).
+        Weights of a chunk of a prefill are computed piece by piece (`WEIGHED_BYTES`).
 
         Raises:
             InputError: as for `attend`.
@@ -358,7 +357,7 @@ class TorchBackend(Backend):
         return self._pool.swap_out(blocks, host, self.transfer)
 
     def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
-        """Write what `swap_out` returned.
+        """Write the content that `swap_out` returned.
 
         Raises:
             InputError: another number of blocks was swapped out.
@@ -381,7 +380,7 @@ class TorchBackend(Backend):
             self._pool.read_bytes(blocks, self._as_tensor(blocks, into), self.transfer)
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
-        """Write what `read_blocks` has read into `blocks`.
+        """Write the bytes that `read_blocks` has read into `blocks`.
 
         Raises:
             InputError: `data` is of another size.
@@ -409,8 +408,8 @@ class TorchBackend(Backend):
     def limit_threads(self, count: int | None, model: ModelSpec) -> Iterator[None]:
         """Limit the threads that torch uses in the body to `count`.
 
-        None: one for a model of up to `ONE_THREAD` parameters, else as many as torch is set
-        to, but no more than the CPUs that this process may use.
+        None: one for a model of up to `ONE_THREAD` parameters, else torch's own number, up to
+        the CPUs that this process may use.
 
         Raises:
             InputError: `count` is not 1 to that number.
@@ -453,7 +452,7 @@ def without_triton() -> str | None:
 
 
 def _too_little(layout: TensorLayout, free: int | None, device: str) -> StorageError:
-    """Return an error with the bytes asked for, those free, and how many blocks would fit."""
+    """Return an error with the requested and the free bytes, and the blocks that would fit."""
     asked = (
         f"{layout.blocks:,} blocks of {format_bytes(layout.bytes_per_block)} are "
         f"{format_bytes(layout.bytes)}"

@@ -35,7 +35,7 @@ def encode(rows: Tensor, bits: int, group: int, *, across: bool) -> tuple[Tensor
 
 
 def decode(codes: Tensor, grid: Tensor, bits: int, *, across: bool) -> Tensor:
-    """Return what `encode` coded, `[n, tokens, width]` in fp32."""
+    """Return the numbers that `encode` coded, `[n, tokens, width]` in fp32."""
     wide = _unpacked(codes, bits)
     numbers, axis = _grouped(wide, grid.shape[1 if across else 2], across=across)
     scale, zero = torch.split(grid.float(), 1, axis)
@@ -50,7 +50,7 @@ def saturated(rows: Tensor) -> Tensor:
 def rounded_up(numbers: Tensor) -> Tensor:
     """Return the least numbers of fp16 that are not less."""
     half = numbers.half()
-    # The next number has the next bits; those of negative numbers count downwards.
+    # The next number has the next bits; the bits of negative numbers count downwards.
     step = torch.where(half < 0, -1, 1) * (numbers > half)
     return (half.view(torch.int16) + step.short()).view(torch.half)
 

@@ -34,7 +34,7 @@ class _FP8(Codec):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a factor that nothing would be divided by."""
+        """Check that there is a factor only if it is used."""
         if self.scale == "head" and self.factor != 1:
             msg = (
                 f"{self.name}: factor={self.factor} is for scale=tensor: leave one of them out"
@@ -94,7 +94,7 @@ class E4M3(_FP8):
     Options:
         scale: `tensor`, the same `factor` for all numbers, or `head`, a scale for each token
             and head, stored beside.
-        factor: what numbers are divided by, with `scale=tensor`.
+        factor: divisor of all numbers, with `scale=tensor`.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
     """
@@ -109,7 +109,7 @@ class E5M2(_FP8):
     Options:
         scale: `tensor`, the same `factor` for all numbers, or `head`, a scale for each token
             and head, stored beside.
-        factor: what numbers are divided by, with `scale=tensor`.
+        factor: divisor of all numbers, with `scale=tensor`.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
     """

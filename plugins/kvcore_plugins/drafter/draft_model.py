@@ -31,18 +31,19 @@ from kvcore.serving.drafter import ModelCost
 class DraftModel(TokenDrafter):
     """Draft with a smaller model that continues the text, token by token.
 
-    Its K/V lies in a pool of its own with as many blocks as the served model's, and under the
-    same block tables: what is hit, preempted or rolled back there is so here. It computes a
-    prompt in the steps in which the served model does.
+    Its K/V lies in a pool of its own, with the number of blocks and the block tables of the
+    served model: tokens that are hit, preempted or rolled back there are so here. It computes a
+    prompt in the same steps as the served model.
 
     Options:
         tokens: drafts a step, k.
         generator: the draft model: the name of a generator; in code also an instance. It
             needs the token ids of the served model.
         model, layers, hidden, heads, kv_heads, head_dim, vocab_size: options of that generator,
-            as far as they are given; `seed` is that of the run.
+            if they are given.
         temperature: 0: the likeliest token is drafted; else drafts are drawn, and accepted
             by rejection sampling: at best with the temperature of the served model.
+        seed: seed of the generator, if it has one.
 
     Raises:
         InputError: the generator is unknown, or has other token ids.
@@ -69,7 +70,7 @@ class DraftModel(TokenDrafter):
     _drafting: Generator = attrs.field(init=False, repr=False)
     _pool: Backend = attrs.field(init=False, repr=False)
     _cost: ModelCost = attrs.field(init=False, repr=False)
-    # By request: tokens whose K/V is known here, of which rejected ones may be the last.
+    # By request: tokens with K/V in this pool. The last ones may have been rejected.
     _known: dict[int | str, int] = attrs.field(init=False, repr=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -107,7 +108,7 @@ class DraftModel(TokenDrafter):
         drafting.load(self._pool, layout.dtype)
         own = tensor_layout(drafting.spec, layout.blocks, layout.block_size, layout.dtype)
         self._pool.allocate(own)
-        # A block may be shared whose last tokens were never computed here.
+        # The last tokens of a shared block may never be computed here.
         self._pool.fill(0)
 
     def on_prefill(self, requests: Sequence[int | str], batch: RaggedBatch) -> None:
@@ -155,7 +156,7 @@ class DraftModel(TokenDrafter):
     def _batch(
         self, parts: Sequence[tuple[DraftSequence, int, list[int]]], place: int
     ) -> RaggedBatch:
-        """Return the tokens that a pass computes: of each sequence some, from a position on."""
+        """Return the batch of a pass: of each sequence some tokens, from a position on."""
         size = self._pool.layout.block_size
         return RaggedBatch(
             block_tables=[
@@ -170,7 +171,7 @@ class DraftModel(TokenDrafter):
         )
 
     def _next(self, batch: RaggedBatch) -> list[tuple[int, Tensor]]:
-        """Return the next token of each sequence, and what it was drawn from, if it was."""
+        """Return the next token of each sequence, and the distribution of a drawn one."""
         attend = self._attend(batch)
         if not self.temperature:
             return [(token or 0, None) for token in self._drafting.forward(batch, attend)]

@@ -1,4 +1,4 @@
-"""Medusa: heads that read the model's hidden state, and look further ahead than its own."""
+"""Medusa: heads that read the model's hidden state, and predict further ahead than its own."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from kvcore.serving import StepWork
 from kvcore.serving.drafter import HeadCost
 
 TEXTS = 32
-"""Texts that the heads learn from at a time."""
+"""Texts that are generated at a time to fit the heads."""
 
 
 @attrs.define(slots=False, eq=False)
 class Medusa(TokenDrafter):
-    """Draft with heads on the served model: head i tells the token i places after the next.
+    """Draft with heads on the served model: head i predicts the token i places after the next.
 
     Heads are linear maps from the hidden state that the next token was drawn from to the
     vocabulary. They are fitted to texts that the model itself continues (self-distillation),
     by ridge regression, before the run, in the blocks of its pool: seconds for a tiny model.
     Those of the paper have a residual layer each, are trained by gradients, and draft several
-    candidates in a tree. Needs a generator that tells its hidden states: `transformer`.
+    candidates in a tree. Needs a generator that exposes its hidden states: `transformer`.
 
     Options:
         tokens: number of heads, k.
-        texts, length: how many texts are learnt from, and tokens of each.
+        texts, length: number of texts that the heads are fitted to, and tokens of each.
         ridge: weight of the penalty on the size of the heads, above 0.
 
     Raises:
-        InputError: the generator tells no hidden states, or the pool is too small for a text.
+        InputError: the generator exposes no hidden states, or the pool has no room for a text.
 
     Source: Cai et al., "Medusa: simple LLM inference acceleration framework with multiple
     decoding heads", ICML 2024.
@@ -88,7 +88,7 @@ class Medusa(TokenDrafter):
         self._cost = HeadCost(self.latency, self.tokens * hidden * vocabulary)
 
     def attach(self, latency: LatencyModel, seed: int = 0) -> None:
-        """Refuse more heads than texts are long."""
+        """Check that texts are longer than the heads look ahead."""
         super().attach(latency, seed)
         if self.tokens >= self.length:
             msg = f"medusa: length={self.length} must be above tokens={self.tokens}"

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same words before."""
+"""Prompt lookup: drafts copied from earlier text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PromptLookup(TokenDrafter):
             raise InputError(msg)
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return what followed the last tokens before."""
+        """Return up to `most` tokens that followed the last tokens earlier."""
         count = len(tokens)
         for length in range(min(self.longest, count - 1), self.shortest - 1, -1):
             tail, nearest = tokens[count - length :], 0

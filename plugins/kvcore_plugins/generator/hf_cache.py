@@ -47,7 +47,7 @@ class PagedCache:
 
     Raises:
         InputError: the cache has no block ids, the backend is in use, or the retention policy
-            does not say which tokens stay.
+            selects no single tokens.
     """
 
     cache: KVCache
@@ -88,7 +88,7 @@ class PagedCache:
         Raises:
             InputError: a model is attached already, another model was attached before, or
                 the model cannot attend through a paged cache, or not with the retention
-                policy; says why.
+                policy.
             StorageError: the pool does not fit.
         """
         self._bind(model)
@@ -225,7 +225,7 @@ class PagedBatch(AttentionCache):
         self._attend: Callable[..., Any] = backend.attend
 
     def begin(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Allocate the slots of a step; return its inputs, less what need not be computed.
+        """Allocate the slots of a step; return its inputs, without tokens that are cached.
 
         Raises:
             InputError: padding cannot be left out, or this is another batch than before.
@@ -413,7 +413,7 @@ class PagedBatch(AttentionCache):
             )
 
     def _open(self, prompt: tuple[int, ...], length: int) -> Sequence:
-        """Open a sequence of `length` tokens; with blocks for its known ones but the last.
+        """Open a sequence of `length` tokens, with blocks for all tokens of `prompt` but one.
 
         `prompt` is empty if the token ids are unknown or must not be shared.
         """
@@ -465,7 +465,7 @@ class PagedBatch(AttentionCache):
 
 
 def _last_logits_only(inputs: dict[str, Any]) -> bool:
-    """Return True if nothing of a prompt is wanted but the logits after its last token."""
+    """Return True if the model is to return only the logits after the last token."""
     more = ("output_hidden_states", "output_attentions", "token_type_ids", "labels")
     kept = inputs.get("logits_to_keep")
     return isinstance(kept, int) and kept == 1 and not any(_wants(inputs, m) for m in more)

@@ -59,7 +59,7 @@ class HuggingFace(SamplingGenerator):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Check that what is to be read is there, or on the hub."""
+        """Check that folders are there, and that other names are names of the hub."""
         for source in (self.model, self.tokenizer):
             if isinstance(source, str | Path):
                 _place(source)
@@ -148,7 +148,7 @@ class HuggingFace(SamplingGenerator):
             digest.update(
                 weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             )
-        # Rotary embeddings and the like; what says where a model is from does not count.
+        # Rotary embeddings and the like, without the origin of the model.
         config = self.network.config.to_dict()
         facts = {name: config[name] for name in sorted(config) if name not in _ORIGIN}
         return f"{spec} {facts!r} {digest.hexdigest()}"
@@ -211,9 +211,9 @@ class HuggingFace(SamplingGenerator):
 
 
 def _read(auto: str, source: str | Path, what: str) -> Any:
-    """Return what a class of transformers called `auto` reads from a folder or by name.
+    """Return the object that the class `auto` of transformers reads from a folder or by name.
 
-    No code that comes with a model is run, whatever its files ask for.
+    No code that comes with a model is run, whatever its files name.
 
     Raises:
         InputError: transformers cannot read it, or not without running code.
@@ -227,8 +227,8 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        # None of the code that files name: classes, and kernels to be fetched for attention,
-        # which is exchanged anyhow.
+        # No code that files name is run: neither classes, nor kernels that would be fetched
+        # for attention, which is replaced anyway.
         safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_folder}
         if what == "model":
             config = transformers.AutoConfig.from_pretrained(place, **safely)
@@ -249,10 +249,11 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
 
 
 def _place(source: str | Path) -> tuple[str, bool]:
-    """Return what transformers is to read, and whether it is a folder or a name of the hub.
+    """Return the path or name for transformers to read, and whether it is a folder.
 
     Raises:
-        InputError: neither: a name has the form org/name, where no folder is called org.
+        InputError: it is no folder, nor a name of the hub, which has the form org/name, and
+            no folder org.
     """
     text = os.path.expanduser(source)  # noqa: PTH111 - Path's raises for unknown users
     org, slash, name = text.partition("/")

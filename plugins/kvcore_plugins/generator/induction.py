@@ -1,4 +1,4 @@
-"""A model that copies what followed before: an induction circuit with weights written down."""
+"""A model that copies from its context: an induction circuit with constructed weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SURE = 100.0
 """The logit of a token that is copied."""
 
 WIDTH_PER_NAT = 8.2
-"""Numbers of a code per ln(vocabulary), with which no two codes are too alike."""
+"""Numbers of a code per ln(vocabulary), enough to tell any two codes apart."""
 
 
 @attrs.define(slots=False, eq=False)
 class Induction(SamplingGenerator):
-    """Answers a token with what followed it before, by construction: nothing is trained.
+    """Answers a token with the token that followed it before, by construction, untrained.
 
     Two layers of attention and nothing else. A token has a code: `head_dim - 1` random
     numbers of norm 1.
@@ -44,14 +44,14 @@ class Induction(SamplingGenerator):
 
     A key of layer 0 is the cosine and the sine of its position times 2 pi / 2^i, i = 1, 2,
     ...: the query, as those of the position before, agrees with that one alone in all of
-    them. A query of layer 1 that nothing matches rests on the first token of the text,
-    whose value there is zero. So what is answered comes from one place in the cache, and if
-    that K/V is gone, so is the answer. In layer 1 query head h looks up the tokens t with
+    them. A query of layer 1 that matches no key rests on the first token of the text, whose
+    value there is zero. So an answer comes from one place in the cache, and without the K/V
+    of that place there is no answer. In layer 1 query head h looks up the tokens t with
     t % heads = h, and rests for all others: one K/V head has the answer.
 
-    Token 0 is a blank, the code of which is zero: it is looked up and answered by nothing,
-    and stands for "no answer". Codes are drawn at random: of two tokens they are alike by a
-    cosine of 0.7 at most, with the widths that are let pass.
+    Token 0 is a blank with a code of zero, which matches nothing and means "no answer". Codes
+    are drawn at random: the cosine of two of them is 0.7 at most, with the widths that are
+    accepted.
 
     Options:
         heads, kv_heads, head_dim: sizes; query heads that share a K/V head are neighbours.
@@ -60,7 +60,7 @@ class Induction(SamplingGenerator):
         temperature: divides the logits before sampling; 0: greedy.
 
     Raises:
-        InputError: sizes that do not fit, or codes too narrow for so many tokens.
+        InputError: sizes that do not fit, or codes too narrow for the vocabulary.
 
     Source: Olsson et al., "In-context learning and induction heads", 2022, find this circuit
     in trained models.
@@ -148,8 +148,8 @@ class Induction(SamplingGenerator):
             window=None,
         )
         previous = found.mean(1).masked_fill(is_first, 0)
-        # Layer 1: from every token to what followed it before, else to the first position,
-        # which the last number of queries and keys is for.
+        # Layer 1: from every token to the one that followed it before, else to the first
+        # position, by the last number of queries and keys.
         key, value = previous.clone(), code.masked_fill(is_first, 0)
         key[:, -1:] = is_first
         head = self.backend.tensor([*range(spec.query_heads)])

@@ -84,7 +84,7 @@ def sample(
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """Return what `sample` draws from, in fp64: 1 for the likeliest token without temperature.
+    """Return the distributions of `sample`, in fp64; without temperature 1 for one token.
 
     The arguments are as for `sample`.
     """

@@ -37,7 +37,7 @@ class SinCos(Generator):
     No two pairs of a token and a position below 2^18 have the same phases. Phases are
     integers and sines are looked up, so the same token at the same position has the same
     bytes in any batch. The next token is a hash of the sequence's seed, the token's place
-    in the output, and the token before it; what attention returns is not used.
+    in the output, and the token before it; the output of attention is not used.
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`. K/V has its size.

@@ -129,7 +129,7 @@ class Transformer(SamplingGenerator):
 
         Raises:
             InputError: no tensor has this dtype.
-            StorageError: the weights do not fit; says what they take.
+            StorageError: the weights do not fit into memory.
         """
         from kvcore_plugins.generator._decoder import Decoder  # noqa: PLC0415 - torch
 

@@ -18,10 +18,10 @@ _MOST = 1 << 20
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Expected(ScoreRetention):
-    """Keep the tokens from which queries to come are expected to read most.
+    """Keep the tokens that future queries are expected to attend to most.
 
-    Queries are taken for normally distributed before their rotation. For a query q of mean m
-    and covariance C, rotated by the average R of the rotations at the next `ahead` positions,
+    Queries are assumed to be normally distributed before their rotation. For a query q of mean
+    m and covariance C, rotated by the average R of the rotations at the next `ahead` positions,
 
         E[exp(s k·q)] = exp(s k·Rm + s² k·RCRᵀk / 2)        s: the scale of attention
 
