@@ -567,9 +567,9 @@ def failed_row(suite: str, operation: str, by: str, case: str, error: Exception)
 
     After an error of kvcore, or without enough memory, it is missing; after any other, wrong.
     """
-    told = next(iter(str(error).splitlines()), "")
+    line = next(iter(str(error).splitlines()), "")
     missing = isinstance(error, KvcoreError | torch.OutOfMemoryError)
-    note = f"not available: {told}" if missing else f"failed: {type(error).__name__}: {told}"
+    note = f"not available: {line}" if missing else f"failed: {type(error).__name__}: {line}"
     wrong = None if missing else inf
     return Row(suite=suite, operation=operation, case=case, by=by, note=note, error=wrong)
 

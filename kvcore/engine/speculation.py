@@ -128,7 +128,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
         lasts += [
             where[accepted] for where, (_, accepted) in zip(places, verified, strict=True)
         ]
-        self._tell(sequences, lasts)
+        self._pass_states(sequences, lasts)
         if self._wall:
             whole = with_drafts(work, decoding, counts, self.latency.windows)
             took_ps = self._spent_ps(began_ns, sequences, whole)
@@ -208,16 +208,20 @@ class SpeculativeTensorExecutor(TensorExecutor):
         """Run the model; return the probabilities of the sequences that sample."""
         return batch.spread(self._generator.probabilities(batch, attend).tolist())
 
-    def _tell(self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]) -> None:
+    def _pass_states(
+        self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]
+    ) -> None:
         """Pass to the drafter the hidden states that the newest tokens were drawn from."""
         row_of, rows = {}, 0
         for number, each in enumerate(sequences):
             if each.output_index is not None:
                 row_of[number] = rows
                 rows += 1
-        told = [number for number in lasts if number in row_of]
-        ids = [sequences[number].job.request.id for number in told]
-        call(self.drafter, self.drafter.on_drawn, ids, [row_of[number] for number in told])
+        drawn_from = [number for number in lasts if number in row_of]
+        ids = [sequences[number].job.request.id for number in drawn_from]
+        call(
+            self.drafter, self.drafter.on_drawn, ids, [row_of[number] for number in drawn_from]
+        )
 
 
 def drawn(p: Weights, seed: int, index: int) -> int:

@@ -194,8 +194,8 @@ def _bench(*options: str) -> Run:
         ]
         done = _run(command, limit, {}, folder)
         if not out.exists():
-            told = f"kvcore bench exited with {done.returncode}"
-            return False, told, {"output": _end(done.stdout)}
+            summary = f"kvcore bench exited with {done.returncode}"
+            return False, summary, {"output": _end(done.stdout)}
         document = json.loads(out.read_bytes())
         rows = document["rows"]
         wrong = document["wrong"]
