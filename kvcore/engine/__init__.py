@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Reads,
         ScoreRetention,
         TokenRetention,
-        token_retention,
     )
     from kvcore.engine.rotary import Rotary, Rotation
 else:
@@ -28,7 +27,7 @@ else:
             "compaction": "Compactor",
             "drafter": "Draft DraftSequence TokenDrafter",
             "generator": "Attend Generator attend_through",
-            "retention": "HeldTokens Reads ScoreRetention TokenRetention token_retention",
+            "retention": "HeldTokens Reads ScoreRetention TokenRetention",
             "rotary": "Rotary Rotation",
         },
     )
@@ -55,5 +54,4 @@ __all__ = [
     "TokenDrafter",
     "TokenRetention",
     "attend_through",
-    "token_retention",
 ]

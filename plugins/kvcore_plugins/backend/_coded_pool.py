@@ -366,6 +366,16 @@ class CodedPool(Pool):
         """Bytes of the stages."""
         return sum(half.stage.rows.nbytes for half in self.halves)
 
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Raise InputError: the blocks hold codes."""
+        del layer
+        assert self.layout.codec is not None
+        msg = (
+            f"codec {self.layout.codec.name!r} keeps codes in the blocks: there is no memory "
+            "of K/V to hand out; use `read`, which decodes"
+        )
+        raise InputError(msg)
+
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks, `(source, target)`; all are read before one is written."""
         both = list(pairs)

@@ -114,12 +114,9 @@ class FlashInferDecode(DecodeKernel):
     ) -> None:
         """Compute the rows of the plan."""
         assert sums is None
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        assert isinstance(keys, LayerTensor)
-        assert isinstance(values, LayerTensor)
         wrapper = self._planned(plan, queries.shape[2], scale)
         asked = queries.index_select(0, plan.rows)
-        found = wrapper.run(asked.flatten(1, 2), (keys.blocks, values.blocks))
+        found = wrapper.run(asked.flatten(1, 2), self._pool.layer_blocks(layer))
         out.index_copy_(0, plan.rows, found.view_as(asked))
 
     def _planned(self, plan: FlashInferPlan, group: int, scale: float | None) -> Any:

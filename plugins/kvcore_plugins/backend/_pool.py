@@ -386,12 +386,34 @@ class Pool:
         if held is not None:
             mover.scatter(held, self._ids([target for _, target in aside]))
 
-    def read_heads(self, part: Half, blocks: Sequence[int], gather: Gather) -> Tensor:
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the memory of K and of V of a layer."""
+        keys, values = self.keys[layer], self.values[layer]
+        assert isinstance(keys, LayerTensor)
+        assert isinstance(values, LayerTensor)
+        return keys.blocks, values.blocks
+
+    def read_heads(
+        self, part: Half, blocks: Sequence[int], gather: Gather | None = None
+    ) -> Tensor:
         """Return a copy of K or V of `blocks`, `[kv_heads, tokens, width]`."""
         kv_heads = self.layout.kv_heads
         ids = torch.tensor([*blocks], dtype=torch.int64)
         rows = ids * part.row_stride + torch.arange(kv_heads)[:, None]
-        return part.heads(self.upload(rows.flatten()), ids, slice(0, kv_heads), gather)
+        index = self.upload(rows.flatten())
+        return part.heads(index, ids, slice(0, kv_heads), gather or gathered)
+
+    def host_rows(self, memory: memoryview, blocks: int) -> Tensor:
+        """Return memory of the host as a tensor, `[blocks, bytes]`: not a copy.
+
+        Raises:
+            InputError: it has another size.
+        """
+        size = self.layout.bytes_per_block
+        if memory.nbytes != blocks * size:
+            msg = f"{blocks} blocks of {size} bytes do not go into {memory.nbytes} bytes"
+            raise InputError(msg)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(blocks, size)
 
     def swap_out(self, blocks: Sequence[int], host: Tensor, transfer: Transfer) -> Any:
         """Copy blocks to the host, into `[len(blocks), bytes]`; return their content."""

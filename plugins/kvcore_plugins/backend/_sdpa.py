@@ -87,6 +87,16 @@ class Sdpa:
         slots = self._pool.slots(batch, tables)
         return StepPlan(batch, tables, self._divider, *slots, self._pool.writes(batch, tables))
 
+    def zero_sums(self, plan: StepPlan, queries: Tensor) -> list[Tensor]:
+        """Return zeros, `[kv_heads, tokens]` for each sequence, to add attention weights to."""
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        kv_heads, batch = self._pool.layout.kv_heads, plan.batch
+        return [
+            queries.new_zeros(kv_heads, context + length, dtype=dtype)
+            for context, length in zip(batch.contexts, batch.lengths, strict=True)
+        ]
+
+    @torch.no_grad()
     def attend(
         self,
         layer: int,
@@ -99,8 +109,7 @@ class Sdpa:
     ) -> Tensor:
         """Return attention's output, `[rows, query_heads, value_dim]`.
 
-        Attention weights are added to `sums`, if it is given: `[kv_heads, tokens]` for each
-        sequence.
+        Attention weights are added to `sums` of `zero_sums`, if it is given.
         """
         pool, layout = self._pool, self._pool.layout
         rows, heads, width = queries.shape

@@ -264,14 +264,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: as for `attend`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
-        exact = torch.promote_types(queries.dtype, torch.float32)
-        batch = plan.batch
-        sums = [
-            queries.new_zeros(self.layout.kv_heads, context + length, dtype=exact)
-            for context, length in zip(batch.contexts, batch.lengths, strict=True)
-        ]
+        sums = self._kernel.zero_sums(plan, queries)
         return self._attended(layer, plan, queries, sums, **options), sums
 
     def _attended(
@@ -286,8 +279,6 @@ class TorchBackend(Backend):
         sinks: int = 0,
     ) -> Tensor:
         """Check queries and options; return attention's output, and add weights to `sums`."""
-        import torch  # noqa: PLC0415 - see the module
-
         heads, layout = queries.shape[1], self.layout
         self._match("queries", queries, (plan.batch.total_tokens, heads, layout.head_dim))
         if heads % layout.kv_heads:
@@ -300,8 +291,7 @@ class TorchBackend(Backend):
                 f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
             )
             raise InputError(msg)
-        with torch.no_grad():
-            return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
+        return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer.
@@ -309,17 +299,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: a codec stores codes there, not K/V.
         """
-        from kvcore_plugins.backend._pool import LayerTensor  # noqa: PLC0415 - as above
-
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        if isinstance(keys, LayerTensor) and isinstance(values, LayerTensor):
-            return keys.blocks, values.blocks
-        assert self.layout.codec is not None
-        msg = (
-            f"codec {self.layout.codec.name!r} keeps codes in the blocks: there is no memory "
-            "of K/V to hand out; use `read`, which decodes"
-        )
-        raise InputError(msg)
+        return self._pool.layer_blocks(layer)
 
     def move_tokens(
         self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
@@ -341,10 +321,8 @@ class TorchBackend(Backend):
 
         Fresh memory costs a CPU more than the copy: `reuse` takes that of attention.
         """
-        from kvcore_plugins.backend._pool import gathered  # noqa: PLC0415 - see the module
-
         halves = self._pool.keys if part == "keys" else self._pool.values
-        gather = self._kernel.gather(part) if reuse else gathered
+        gather = self._kernel.gather(part) if reuse else None
         return self._pool.read_heads(halves[layer], table, gather)[:, :tokens]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -377,7 +355,8 @@ class TorchBackend(Backend):
             msg = "blocks cannot be read into memory that is read-only: give a buffer"
             raise InputError(msg)
         if len(blocks):
-            self._pool.read_bytes(blocks, self._as_tensor(blocks, into), self.transfer)
+            rows = self._pool.host_rows(into, len(blocks))
+            self._pool.read_bytes(blocks, rows, self.transfer)
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
         """Write the bytes that `read_blocks` has read into `blocks`.
@@ -388,17 +367,8 @@ class TorchBackend(Backend):
         if len(blocks):
             if data.readonly:  # torch has no tensors that are
                 data = memoryview(bytearray(data))
-            self._pool.write_bytes(blocks, self._as_tensor(blocks, data), self.transfer)
-
-    def _as_tensor(self, blocks: Sequence[int], memory: memoryview) -> Tensor:
-        """Return memory of the host as a tensor, `[len(blocks), bytes]`: not a copy."""
-        import torch  # noqa: PLC0415 - see the module
-
-        shape = len(blocks), self.layout.bytes_per_block
-        if memory.nbytes != shape[0] * shape[1]:
-            msg = f"{shape[0]} blocks of {shape[1]} bytes do not go into {memory.nbytes} bytes"
-            raise InputError(msg)
-        return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+            rows = self._pool.host_rows(data, len(blocks))
+            self._pool.write_bytes(blocks, rows, self.transfer)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of the blocks."""

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import BlockPool, Sequence
-from kvcore.engine import Compactor, RaggedBatch, attend_through, token_retention
+from kvcore.engine import Compactor, RaggedBatch, attend_through
 from kvcore.engine.executor import tensor_layout
+from kvcore.engine.retention import token_retention
 from kvcore.request import block_keys
 from kvcore_plugins.generator._hf_model import (
     AttentionCache,
