@@ -232,7 +232,12 @@ class TensorExecutor:
         sequences: Sequence[ScheduledSequence],
         forward: Callable[[RaggedBatch, Attend], list[Any]] | None = None,
     ) -> list[Any]:
-        """Run the generator, or `forward` in its place, over the step; return its result."""
+        """Run the generator, or `forward` in its place, over the step; return its outcomes.
+
+        Raises:
+            PolicyError: a plugin failed, or there is not one outcome for each sequence that
+                samples, and None for the others.
+        """
         generator, backend = self._generator, self._backend
         batch = self._batch(sequences)
         attend = self._compactor.attend([each.seq for each in sequences], batch)
@@ -242,11 +247,20 @@ class TensorExecutor:
             partial(call, backend, attend),
         )
         try:
-            return (forward or generator.forward)(batch, through)
+            outcomes = (forward or generator.forward)(batch, through)
         except KvcoreError:
             raise
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
+        wanted = [each.output_index is not None for each in sequences]
+        if [outcome is not None for outcome in outcomes] != wanted:
+            msg = (
+                f"generator plugin {generator.name!r}: forward() returned {outcomes!r} for "
+                f"{len(sequences)} sequences, of which {sum(wanted)} draw: a token id for each "
+                "of these, None for the others"
+            )
+            raise PolicyError(msg)
+        return outcomes
 
     def _append(
         self, sequences: Sequence[ScheduledSequence], tokens: Sequence[int | None]
@@ -255,22 +269,9 @@ class TensorExecutor:
 
         Returns the jobs that have ended early, with their numbers of output tokens, and the
         jobs that publish their output, with the keys of newly completed blocks.
-
-        Raises:
-            PolicyError: the generator did not return one token for each sequence that
-                samples, and None for the others.
         """
         ended: list[tuple[Job, int]] = []
         named: list[tuple[Job, Sequence[Key]]] = []
-        wanted = [each.output_index is not None for each in sequences]
-        if [token is not None for token in tokens] != wanted:
-            name, count = self._generator.name, len(sequences)
-            msg = (
-                f"generator plugin {name!r}: forward() returned {tokens!r} for {count} "
-                f"sequences, of which {sum(wanted)} draw: a token id for each of these, None "
-                "for the others"
-            )
-            raise PolicyError(msg)
         for each, token in zip(sequences, tokens, strict=True):
             if token is None:
                 continue

@@ -14,6 +14,7 @@ sampling", 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any
 
@@ -87,6 +88,46 @@ class SpeculativeTensorExecutor(TensorExecutor):
             ids = [each.job.request.id for each in prefilled]
             call(self.drafter, self.drafter.on_prefill, ids, self._batch(prefilled))
         behind = [
+            self._behind(first, draft) for first, draft in zip(newest, drafts, strict=True)
+        ]
+        # Drafts go before the newest tokens: the last sequences are measured as decoding.
+        sequences = [*prefilled, *chain.from_iterable(behind), *newest]
+        sampled = any(draft.probabilities is not None for draft in drafts)
+        outcomes = iter(self._forward(sequences, self._weigh if sampled else None))
+        tokens = [
+            drawn(outcome, row.stream.seed, row.output_index or 0)
+            if isinstance(outcome, list)
+            else outcome
+            for row, outcome in zip(prefilled, outcomes, strict=False)
+        ]
+        ended, named = self._append(prefilled, tokens)
+        of_drafts = [[next(outcomes) for _ in each] for each in behind]
+        verified = [
+            (len(later), self._verify(job, draft, [outcome, *later], ended, named))
+            for job, draft, outcome, later in zip(
+                decoding, drafts, outcomes, of_drafts, strict=True
+            )
+        ]
+        self.drafted += [
+            (job.request.id, job.generated, *each)
+            for job, each, limit in zip(decoding, verified, limits, strict=True)
+            if limit
+        ]
+        lasts = [
+            (first, *later)[accepted]
+            for first, later, (_, accepted) in zip(newest, behind, verified, strict=True)
+        ]
+        self._pass_states(sequences, [*prefilled, *lasts])
+        if self._wall:
+            whole = with_drafts(work, decoding, counts, self.latency.windows)
+            took_ps = self._spent_ps(began_ns, sequences, whole)
+        else:
+            took_ps = step_ps(self.latency, self.drafter, work, decoding, counts)
+        return StepResult(took_ps, ended, named, verified)
+
+    def _behind(self, first: ScheduledSequence, draft: Draft) -> list[ScheduledSequence]:
+        """Return the drafts for a sequence, each as a sequence behind the token before it."""
+        return [
             attrs.evolve(
                 first,
                 block_table=self._blocks(first.seq, first.context + place + 1),
@@ -95,46 +136,8 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 token_ids=[token],
                 output_index=first.job.generated + place,
             )
-            for first, draft in zip(newest, drafts, strict=True)
             for place, token in enumerate(draft.tokens, 1)
         ]
-        # Drafts go before the newest tokens: the last sequences are measured as decoding.
-        sequences = [*prefilled, *behind, *newest]
-        sampled = any(draft.probabilities is not None for draft in drafts)
-        outcomes = self._forward(sequences, self._weigh if sampled else None)
-        first = len(prefilled)
-        tokens = [
-            drawn(each, row.stream.seed, row.output_index or 0)
-            if isinstance(each, list)
-            else each
-            for each, row in zip(outcomes[:first], prefilled, strict=True)
-        ]
-        ended, named = self._append(prefilled, tokens)
-        # The places of the outcomes of each sequence: of its newest token, then of drafts.
-        own, places = len(sequences) - len(newest), []
-        for number, count in enumerate(counts):
-            places.append([own + number, *range(first, first + count)])
-            first += count
-        verified = [
-            (count, self._verify(job, draft, [outcomes[at] for at in where], ended, named))
-            for job, draft, count, where in zip(decoding, drafts, counts, places, strict=True)
-        ]
-        self.drafted += [
-            (job.request.id, job.generated, *each)
-            for job, each, limit in zip(decoding, verified, limits, strict=True)
-            if limit
-        ]
-        lasts = [*range(len(prefilled))]
-        lasts += [
-            where[accepted] for where, (_, accepted) in zip(places, verified, strict=True)
-        ]
-        self._pass_states(sequences, lasts)
-        if self._wall:
-            whole = with_drafts(work, decoding, counts, self.latency.windows)
-            took_ps = self._spent_ps(began_ns, sequences, whole)
-        else:
-            took_ps = step_ps(self.latency, self.drafter, work, decoding, counts)
-        return StepResult(took_ps, ended, named, verified)
 
     def _drafts(
         self, newest: Sequence[ScheduledSequence], limits: Sequence[int]
@@ -209,19 +212,18 @@ class SpeculativeTensorExecutor(TensorExecutor):
         return batch.spread(self._generator.probabilities(batch, attend).tolist())
 
     def _pass_states(
-        self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]
+        self, sequences: Sequence[ScheduledSequence], lasts: Sequence[ScheduledSequence]
     ) -> None:
-        """Pass to the drafter the hidden states that the newest tokens were drawn from."""
-        row_of, rows = {}, 0
-        for number, each in enumerate(sequences):
-            if each.output_index is not None:
-                row_of[number] = rows
-                rows += 1
-        drawn_from = [number for number in lasts if number in row_of]
-        ids = [sequences[number].job.request.id for number in drawn_from]
-        call(
-            self.drafter, self.drafter.on_drawn, ids, [row_of[number] for number in drawn_from]
-        )
+        """Pass to the drafter the rows of states that the newest tokens were drawn from.
+
+        These are the states of `lasts`, some of the `sequences` of the step.
+        """
+        sampled = [each for each in sequences if each.output_index is not None]
+        row_of = {id(each): row for row, each in enumerate(sampled)}
+        drawn_from = [each for each in lasts if id(each) in row_of]
+        ids = [each.job.request.id for each in drawn_from]
+        rows = [row_of[id(each)] for each in drawn_from]
+        call(self.drafter, self.drafter.on_drawn, ids, rows)
 
 
 def drawn(p: Weights, seed: int, index: int) -> int:
