@@ -290,12 +290,13 @@ class Divider:
                 return
             self.on_fallback(reason)
         # Longest contexts first, so that those of a group are next to one another.
-        singles.sort(key=lambda each: (kind.attended(each.context), each.number), reverse=True)
-        attended = [kind.attended(each.context) for each in singles]
-        while singles:
-            count = self._group_size(attended)
-            members = singles[:count]
-            del singles[:count], attended[:count]
+        ordered = sorted(
+            ((kind.attended(each.context), each) for each in singles), reverse=True
+        )
+        while ordered:
+            count = self._group_size([tokens for tokens, _ in ordered])
+            members = [each for _, each in ordered[:count]]
+            del ordered[:count]
             if count > 1:
                 yield self._group(members, [tables[each.number] for each in members], kind)
             else:
