@@ -6,8 +6,8 @@ from kvcore.lazy import deferred
 from kvcore.models.codec import Codec, Plane
 
 if TYPE_CHECKING:
-    from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, Tensor, TensorLayout
-    from kvcore.engine.batch import RaggedBatch
+    from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, TensorLayout
+    from kvcore.engine.batch import RaggedBatch, Tensor
     from kvcore.engine.compaction import Compactor
     from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
     from kvcore.engine.generator import Attend, Generator, attend_through
@@ -22,8 +22,8 @@ else:
     __getattr__, __dir__ = deferred(
         __name__,
         {
-            "backend": "AttendOptions Backend DeviceMemory Tensor TensorLayout",
-            "batch": "RaggedBatch",
+            "backend": "AttendOptions Backend DeviceMemory TensorLayout",
+            "batch": "RaggedBatch Tensor",
             "compaction": "Compactor",
             "drafter": "Draft DraftSequence TokenDrafter",
             "generator": "Attend Generator attend_through",

@@ -9,16 +9,12 @@ from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 import attrs
 
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotation
 from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER, Codec, Part
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
-
-Tensor: TypeAlias = Any
-"""A tensor of the backend's library."""
-
 
 TENSOR_DTYPES = tuple(BYTES_PER_NUMBER)
 """Dtypes that K/V can be computed in; fp64 is for references."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 
 T = TypeVar("T")
+
+Tensor: TypeAlias = Any
+"""A tensor of the backend's library."""
 
 
 @attrs.frozen

@@ -22,8 +22,8 @@ import torch
 
 from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence
-from kvcore.engine.backend import Backend, Tensor
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.backend import Backend
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.dtypes import widened
 from kvcore.engine.generator import Generator
 from kvcore.engine.retention import HeldTokens, Reads, TokenRetention, token_retention

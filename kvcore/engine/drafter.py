@@ -8,8 +8,8 @@ from typing import NamedTuple
 import attrs
 
 from kvcore.cache import Ids
-from kvcore.engine.backend import Backend, Tensor
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.backend import Backend
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.generator import Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import PolicyError

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Unpack
 
-from kvcore.engine.backend import TENSOR_DTYPES, AttendOptions, Backend, Tensor
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.backend import TENSOR_DTYPES, AttendOptions, Backend
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.errors import InputError
 from kvcore.models.spec import ModelSpec

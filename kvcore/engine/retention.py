@@ -10,7 +10,7 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.engine.backend import Tensor
+from kvcore.engine.batch import Tensor
 from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError
 from kvcore.plugins import find_override

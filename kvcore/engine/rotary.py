@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import attrs
 
-Tensor: TypeAlias = Any
-"""A tensor of torch, or data that torch makes one of."""
+from kvcore.engine.batch import Tensor
 
 
 @attrs.frozen

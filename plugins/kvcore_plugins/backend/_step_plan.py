@@ -275,13 +275,13 @@ class Divider:
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths, strict=True)
         ):
+            first = NewToken(number, firsts[number], context)
             by_position = kind.window is not None and batch.has_lost_tokens(number)
             if length == 1 and not by_position:
-                singles.append(NewToken(number, firsts[number], context))
+                singles.append(first)
                 continue
             if length == 1 and self.kernel is not None:
                 self.on_fallback(BY_POSITION)
-            first = NewToken(number, firsts[number], context)
             yield from self._chunk(first, length, tables[number], kind, by_position=by_position)
         if singles and self.kernel is not None:
             reason = self.kernel.refusal(kind)
