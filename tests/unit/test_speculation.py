@@ -18,7 +18,7 @@ from kvcore.engine.speculation import SpeculativeTensorExecutor, inverted, judge
 from kvcore.engine.tokens import TokenStream
 from kvcore.request import text_request
 from kvcore.trace import check_trace
-from kvcore_plugins.drafter import Acceptance
+from kvcore_plugins.drafter import Acceptance, PromptLookup
 
 PLUGINS = Plugins()
 SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
@@ -424,3 +424,29 @@ def test_a_drafter_that_is_refused_leaves_tiers_closed(tmp_path):
     with pytest.raises(InputError, match="token ids"):
         torch_run("draft-model", tiers=tiers)
     torch_run("prompt-lookup", tiers=tiers)
+
+
+def followed(tokens, longest, shortest, most):
+    """Return what `PromptLookup` drafts, by trying every place."""
+    count = len(tokens)
+    for length in range(min(longest, count - 1), shortest - 1, -1):
+        tail = tokens[count - length :]
+        ends = [e for e in range(length, count) if tokens[e - length : e] == tail]
+        roomy = [end for end in ends if end + most <= count]
+        if ends:
+            end = max(roomy or ends)
+            return tokens[end : end + most]
+    return []
+
+
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 257, 1 << 40]), max_size=30),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    most=st.integers(1, 8),
+)
+def test_lookups_find_the_latest_place(tokens, shortest, more, most):
+    """It is one of whole tokens, of the longest n-gram, with enough tokens behind it if any."""
+    drafter = PromptLookup(longest=shortest + more, shortest=shortest)
+    found = drafter.draft(tokens, most)
+    assert [*found] == followed(tokens, shortest + more, shortest, most)

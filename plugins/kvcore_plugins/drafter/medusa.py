@@ -96,12 +96,16 @@ class Medusa(TokenDrafter):
 
     def drafts(self, sequences: Sequence[DraftSequence]) -> list[Draft]:
         """Return the likeliest token of each head."""
-        found = []
-        for each in sequences:
-            state = self._states[each.request].to(self._heads.dtype)
-            ahead = (state @ self._heads[: each.most]).argmax(-1)
-            found.append(Draft(ahead.tolist()))
-        return found
+        import torch  # noqa: PLC0415 - see the generator
+
+        states = torch.stack([self._states[each.request] for each in sequences])
+        states = states.to(self._heads.dtype)
+        heads = self._heads[: max(each.most for each in sequences)]
+        # Head by head: the scores of all heads and sequences may be a large tensor.
+        ahead = torch.stack([(states @ head).argmax(-1) for head in heads], 1).tolist()
+        return [
+            Draft(tokens[: each.most]) for each, tokens in zip(sequences, ahead, strict=True)
+        ]
 
     def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
         """Keep the states that the newest tokens were drawn from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,6 +11,9 @@ from attrs.validators import ge
 
 from kvcore import InputError
 from kvcore.engine import TokenDrafter
+
+_WIDTH = array("q").itemsize
+"""Bytes of a token in the searched text."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -48,13 +52,22 @@ class PromptLookup(TokenDrafter):
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Return up to `most` tokens that followed the last tokens earlier."""
         count = len(tokens)
+        text = array("q", tokens).tobytes()
         for length in range(min(self.longest, count - 1), self.shortest - 1, -1):
-            tail, nearest = tokens[count - length :], 0
-            for end in range(count - 1, length - 1, -1):
-                if tokens[end - 1] == tail[-1] and tokens[end - length : end] == tail:
-                    nearest = nearest or end
-                    if end + most <= count:
-                        return tokens[end : end + most]
-            if nearest:
-                return tokens[nearest : nearest + most]
+            tail = text[-length * _WIDTH :]
+            # The latest place with enough tokens after it, else the latest one.
+            end = _last_end(text, tail, count - most) or _last_end(text, tail, count - 1)
+            if end:
+                return tokens[end : end + most]
         return ()
+
+
+def _last_end(text: bytes, tail: bytes, stop: int) -> int:
+    """Return the token at which the last `tail` in the first `stop` tokens of `text` ends.
+
+    0 if there is none. Bytes are searched, which is done in C.
+    """
+    start = text.rfind(tail, 0, max(stop, 0) * _WIDTH)
+    while start > 0 and start % _WIDTH:  # from within a token on
+        start = text.rfind(tail, 0, start + len(tail) - 1)
+    return 0 if start < 0 else (start + len(tail)) // _WIDTH
