@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcore.bench.clocks import Call, DeviceClock, HostClock
+from kvcore.bench.clocks import Call, clock_of
 
 COPY, READ = "copy", "read-only sum"
 TO_HOST, FROM_HOST = "device to host", "host to device"
@@ -23,14 +23,14 @@ def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
     A copy counts the bytes read and the bytes written. Reading is the faster of torch's sum
     and, if Triton is installed, of a kernel that combines all words.
     """
-    clock = DeviceClock() if device.type == "cuda" else HostClock()
+    clock = clock_of(device)
     size = BYTES[device.type]
     source, target = (
         torch.zeros(size // 4, dtype=torch.float32, device=device) for _ in range(2)
     )
 
     def fastest(*calls: Call) -> float:
-        return min(each.seconds for each in clock.time([[call] for call in calls], seconds))
+        return min(each.seconds for each in clock([[call] for call in calls], seconds))
 
     rates = {
         COPY: 2 * size / fastest(lambda: target.copy_(source)),

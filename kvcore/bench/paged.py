@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcore.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
-from kvcore.bench.clocks import Call, DeviceClock, HostClock
+from kvcore.bench.clocks import Call, clock_of
 from kvcore.bench.result import Row, Settings, Target
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.engine.dtypes import TORCH_DTYPES
@@ -132,11 +132,6 @@ class Bed:
         """The device of the K/V."""
         found: torch.device = self.backend.tensor([0]).device
         return found
-
-    @property
-    def clock(self) -> HostClock | DeviceClock:
-        """The clock that times calls on the device."""
-        return DeviceClock() if self.device.type == "cuda" else HostClock()
 
     @property
     def token_bytes(self) -> float:
@@ -393,7 +388,7 @@ class Bed:
         there = [calls for _, calls, _ in versions if not isinstance(calls, str)]
         timings = None
         if not self.settings.check:
-            timings = iter(self.clock.time(there, self.seconds, graph=graph))
+            timings = iter(clock_of(self.device)(there, self.seconds, graph=graph))
         rows = []
         for number, (by, calls, right) in enumerate(versions):
             found = {**common, **right, "by": by, "target": None if number else target}

@@ -38,7 +38,7 @@ class TestConformance(BackendTests):
     """The kit that every backend passes, on this one."""
 
     def make(self) -> Backend:
-        """Build it."""
+        """Return the tested backend."""
         return built(BACKEND)
 
 
