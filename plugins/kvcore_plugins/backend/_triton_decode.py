@@ -196,6 +196,39 @@ def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
     return max(chunk, LEAST_CHUNK)
 
 
+def _attended_ranges(singles: list[NewToken], kind: LayerKind) -> list[tuple[int, int, int]]:
+    """Return the ranges of tokens that new tokens attend to: place in `singles`, begin, end."""
+    ranges = []
+    for place, single in enumerate(singles):
+        end = single.context + 1
+        begin = 0 if kind.window is None else max(0, end - kind.window)
+        if begin <= kind.sinks:
+            begin = 0
+        elif kind.sinks:
+            ranges.append((place, 0, kind.sinks))
+        ranges.append((place, begin, end))
+    return ranges
+
+
+def _cut(
+    ranges: list[tuple[int, int, int]], most: int, tile: int, part: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the chunks of ranges, of up to `most` tokens in tiles: places, begins and ends.
+
+    Chunks of a range have equally many tiles; the first begins at a multiple of `part`.
+    """
+    owners, begins, ends = torch.tensor(ranges).unbind(1)
+    firsts = begins // part * part
+    counts = -(-(ends - firsts) // most)
+    steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
+    counts = -(-(ends - firsts) // steps)
+    which = torch.repeat_interleave(counts)
+    number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+    lows = torch.maximum(firsts[which] + number * steps[which], begins[which])
+    highs = torch.minimum(firsts[which] + (number + 1) * steps[which], ends[which])
+    return owners[which], lows, highs
+
+
 class TritonDecode(DecodeKernel):
     """Launches the kernels of `kernels.decode`.
 
@@ -267,32 +300,13 @@ class TritonDecode(DecodeKernel):
         self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
     ) -> DecodePlan:
         """Divide the contexts of new tokens into chunks. O(blocks), one copy to the device."""
-        window, sinks = kind.window, kind.sinks
         part, tile = min(self._tile, self._pool.layout.block_size), self._tile
-        ranges = []
-        for place, single in enumerate(singles):
-            end = single.context + 1
-            begin = 0 if window is None else max(0, end - window)
-            if begin <= sinks:
-                begin = 0
-            elif sinks:
-                ranges.append((place, 0, sinks))
-            ranges.append((place, begin, end))
+        ranges = _attended_ranges(singles, kind)
         lengths = [0] * len(singles)
         for place, begin, end in ranges:
             lengths[place] += end - begin
         most = chunk_of(lengths, self._pool.layout.kv_heads, self.programs)
-        # Chunks of a range are equally long, in tiles; the first begins with a block.
-        owners, begins, ends = torch.tensor(ranges).unbind(1)
-        firsts = begins // part * part
-        counts = -(-(ends - firsts) // most)
-        steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
-        counts = -(-(ends - firsts) // steps)
-        which = torch.repeat_interleave(counts)
-        number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
-        lows = torch.maximum(firsts[which] + number * steps[which], begins[which])
-        highs = torch.minimum(firsts[which] + (number + 1) * steps[which], ends[which])
-        owner = owners[which]
+        owner, lows, highs = _cut(ranges, most, tile, part)
         chunks = torch.bincount(owner, minlength=len(singles))
         divided = chunks > 1
         slots = torch.where(divided[owner], divided[owner].cumsum(0) - 1, -1)
@@ -314,7 +328,7 @@ class TritonDecode(DecodeKernel):
             sent[bounds[0] : bounds[1]].view(-1, 3),
             sent[bounds[1] :],
             int(there.sum()),
-            window is not None and part > 1,
+            kind.window is not None and part > 1,
         )
 
     def attend(
