@@ -1,7 +1,7 @@
-"""Measurements of this machine and of kvcore on it: what `kvcore bench` runs.
+"""Measurements of this machine and of kvcore on it, for `kvcore bench`.
 
-Suites of operations on tensors, on a CPU or a GPU, beside what the memory can do; of the cache
-and the simulator beside a plain loop and installed peers.
+Suites of operations on tensors, on a CPU or a GPU, are compared with the rates of the memory;
+suites of the cache and the simulator with a plain loop and with installed peers.
 """
 
 from kvcore.bench.machine import describe_machine

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import language as tl
 
 SHAPES = ((4, 2048, 8), (8, 2048, 4), (16, 1024, 4), (2, 4096, 16))
-"""Programs for each multiprocessor, words at a time, and warps, of which the best counts."""
+"""Programs for each multiprocessor, words at a time, and warps: the fastest shape counts."""
 
 
 @triton.jit

@@ -72,8 +72,8 @@ def of_cache(settings: Settings) -> Iterator[Row]:
                 seconds, counted = run()
                 times.append(seconds)
             hits.append(counted)
-            # A flat loop drops the beginnings of prompts first, and hits a little less. With
-            # ids and without, the cache decides alike.
+            # A flat loop drops the beginnings of prompts first, and hits a little less. The
+            # cache makes the same decisions with ids and without.
             right = {} if by != "KVCache with ids" else {"error": float(abs(counted - hits[1]))}
             found.append((by, times, right))
         yield from _beside(row, found, settings)
@@ -188,7 +188,7 @@ def _flat(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[float, 
 def _libcachesim(
     row: dict[str, Any], requests: Sequence[Request], ratio: int, pool: int, base: float
 ) -> Row:
-    """Return what libcachesim's LRU takes to read the same blocks from a binary trace."""
+    """Return the row of libcachesim's LRU, which reads the same blocks from a binary trace."""
     by = "libcachesim"
     try:
         libcachesim = import_module(by)
@@ -210,7 +210,7 @@ def _libcachesim(
 
 
 def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: float) -> Row:
-    """Return what Dynamo's offline replay, a process of its own, says that it took."""
+    """Return the row of Dynamo's offline replay, a process of its own that reports its time."""
     by = "Dynamo's replay"
     try:
         by = f"Dynamo's replay {metadata.version('ai-dynamo')}"

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcore.bench.clocks import Call, DeviceClock, HostClock
-from kvcore.bench.result import Ceiling
+from kvcore.bench.clocks import Call, clock_of
 
 COPY, READ = "copy", "read-only sum"
 TO_HOST, FROM_HOST = "device to host", "host to device"
@@ -21,17 +20,17 @@ BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
     """Return the rates of memory in bytes a second, by name.
 
-    A copy counts what it reads and what it writes. Reading is the faster of torch's sum and,
-    where there is Triton, a kernel that combines all words.
+    A copy counts the bytes read and the bytes written. Reading is the faster of torch's sum
+    and, if Triton is installed, of a kernel that combines all words.
     """
-    clock = DeviceClock() if device.type == "cuda" else HostClock()
+    clock = clock_of(device)
     size = BYTES[device.type]
     source, target = (
         torch.zeros(size // 4, dtype=torch.float32, device=device) for _ in range(2)
     )
 
     def fastest(*calls: Call) -> float:
-        return min(each.seconds for each in clock.time([[call] for call in calls], seconds))
+        return min(each.seconds for each in clock([[call] for call in calls], seconds))
 
     rates = {
         COPY: 2 * size / fastest(lambda: target.copy_(source)),
@@ -44,13 +43,8 @@ def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
     return rates
 
 
-def ceilings(first: dict[str, float], last: dict[str, float]) -> list[Ceiling]:
-    """Return the ceilings, from measurements taken before and after."""
-    return [Ceiling(name, rate, last.get(name)) for name, rate in first.items()]
-
-
 def _kernels(source: Tensor) -> list[Callable[[], Any]]:
-    """Return calls of the kernel that reads, in some shapes; none where Triton is missing."""
+    """Return calls of the reading kernel, in some shapes; none without Triton or a GPU."""
     if source.device.type != "cuda":
         return []
     try:

@@ -16,7 +16,7 @@ LEAST, MOST = 6, 200
 """Samples that a time is a median of, at least and at most."""
 
 WAIT_CYCLES = 40_000_000
-"""Cycles of a GPU, some 25 ms, in which the host launches what is measured."""
+"""Cycles of a GPU, some 25 ms, in which the host launches the measured work."""
 
 
 @attrs.frozen
@@ -26,7 +26,7 @@ class Timing:
     Attributes:
         seconds: median.
         spread: difference of the medians of every other sample, by their mean.
-        how: how it was timed, where that is not as usual.
+        how: how it was timed, if not as usual.
     """
 
     seconds: float
@@ -34,51 +34,49 @@ class Timing:
     how: str = ""
 
 
-class HostClock:
-    """Times calls that are done when they return.
+def clock_of(device: torch.device) -> Callable[..., list[Timing]]:
+    """Return the function that times calls on a device: `time_on_gpu` or `time_on_host`."""
+    return time_on_gpu if device.type == "cuda" else time_on_host
 
-    With one thread the time is that of the CPU, which other processes take less from.
+
+def time_on_host(
+    versions: Sequence[Sequence[Call]], seconds: float, *, graph: bool = True
+) -> list[Timing]:
+    """Return the times of calls that are done when they return, one for each version.
+
+    A version is calls that do the same, each on memory of its own, so that no cache holds the
+    memory of the next one. Versions are sampled in turn, for about `seconds` each, so that
+    other load of the machine is spread over all of them. `graph` is for GPUs. With one thread
+    the time is CPU time, which other processes disturb less.
     """
-
-    def time(
-        self, versions: Sequence[Sequence[Call]], seconds: float, *, graph: bool = True
-    ) -> list[Timing]:
-        """Return the times of calls, one for each version.
-
-        A version is calls that do the same, each on memory of its own, so that no cache holds
-        what the next one reads. Versions are sampled in turn for about so many `seconds`, so
-        that what else the machine does is spread over all of them. `graph` is for GPUs.
-        """
-        del graph
-        for calls in versions:
-            for call in calls:
-                call()
-        alone = torch.get_num_threads() == 1
-        now = process_time if alone else perf_counter
-        return _sampled([(_passing(calls, now), "") for calls in versions], seconds)
+    del graph
+    for calls in versions:
+        _in_turn(calls)()
+    alone = torch.get_num_threads() == 1
+    now = process_time if alone else perf_counter
+    return _sampled([(_passing(calls, now), "") for calls in versions], seconds)
 
 
-class DeviceClock:
-    """Times work on a GPU by events, replayed from a CUDA graph where it can be captured.
+def time_on_gpu(
+    versions: Sequence[Sequence[Call]], seconds: float, *, graph: bool = True
+) -> list[Timing]:
+    """Return the times of work on a GPU, as `time_on_host` does.
 
-    A graph leaves out what the host needs to launch kernels, which an engine that captures its
-    decode steps does not pay either. What cannot be captured is launched while the GPU is kept
-    waiting, and says so: where nothing waits for the GPU, the host's time is left out as well.
+    They are times of events, in a replay of a CUDA graph if the calls can be captured. A graph
+    leaves out the time in which the host launches kernels, which an engine that captures its
+    decode steps does not spend either. Calls that cannot be captured are launched while the GPU
+    is kept waiting, which `Timing.how` notes: unless a call waits for the GPU, the time of the
+    host is left out as well.
     """
-
-    def time(
-        self, versions: Sequence[Sequence[Call]], seconds: float, *, graph: bool = True
-    ) -> list[Timing]:
-        """Return the times of calls, as `HostClock.time` does."""
-        measures = []
-        for calls in versions:
-            for call in calls:
-                call()
-            torch.cuda.synchronize()
-            replay = _captured(calls) if graph else None
-            how = "" if replay or not graph else "launched, not replayed"
-            measures.append((_events(replay or _in_turn(calls), len(calls)), how))
-        return _sampled(measures, seconds)
+    measures = []
+    for calls in versions:
+        run = _in_turn(calls)
+        run()
+        torch.cuda.synchronize()
+        replay = _captured(run) if graph else None
+        how = "" if replay or not graph else "launched, not replayed"
+        measures.append((_events(replay or run, len(calls)), how))
+    return _sampled(measures, seconds)
 
 
 def _sampled(
@@ -99,6 +97,8 @@ def _sampled(
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
+    """Return a function that makes all calls, one after the other."""
+
     def run() -> None:
         for call in calls:
             call()
@@ -108,11 +108,11 @@ def _in_turn(calls: Sequence[Call]) -> Call:
 
 def _passing(calls: Sequence[Call], now: Callable[[], float]) -> Callable[[], float]:
     """Return a measure of all calls, one after the other, in seconds for one."""
+    run = _in_turn(calls)
 
     def measure() -> float:
         start = now()
-        for call in calls:
-            call()
+        run()
         return (now() - start) / len(calls)
 
     return measure
@@ -136,13 +136,12 @@ def _events(run: Call, count: int) -> Callable[[], float]:
     return measure
 
 
-def _captured(calls: Sequence[Call]) -> Call | None:
-    """Return the replay of a graph of all calls; None if they cannot be captured."""
+def _captured(run: Call) -> Call | None:
+    """Return the replay of a graph of a call; None if it cannot be captured."""
     graph: Any = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+            run()
     except RuntimeError:  # something waits for the device, or allocates beside torch
         torch.cuda.synchronize()
         return None

@@ -19,7 +19,7 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "ai-dynamo", "libcachesim")
 
 
 def describe_machine(*, gpu: bool = False) -> dict[str, Any]:
-    """Return what results depend on: kvcore, date, CPU, packages; with `gpu`, torch's GPU.
+    """Return what results depend on: kvcore, date, CPU, packages; with `gpu`, the current GPU.
 
     Nothing that identifies the machine. `gpu` needs torch, and a GPU that it can use.
     """
@@ -54,7 +54,7 @@ def _version(package: str) -> str | None:
 def _gpu() -> dict[str, Any]:
     import torch  # noqa: PLC0415 - for this alone
 
-    held = torch.cuda.get_device_properties(0)
+    held = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": held.name,
         "memory_bytes": held.total_memory,

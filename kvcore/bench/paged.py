@@ -1,12 +1,13 @@
 """Paged K/V for benchmarks: known numbers in a backend's pool, surrounded by poison.
 
-Shapes are those of a layer of Llama 3 8B. Blocks of a sequence lie in random order, and what
-belongs to no sequence is NaN, so that a result that depends on it is NaN too. Needs torch.
+Shapes are those of a layer of Llama 3 8B. Blocks of a sequence lie in random order, and slots
+that belong to no sequence are NaN, so that a result that reads one is NaN too. Needs torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from math import inf, nan, sqrt
 from typing import Any, TypeAlias
@@ -17,20 +18,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcore.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
-from kvcore.bench.clocks import Call, DeviceClock, HostClock
+from kvcore.bench.clocks import Call, clock_of
 from kvcore.bench.result import Row, Settings, Target
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
+from kvcore.engine.dtypes import TORCH_DTYPES
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import Codec
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 16
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 COLD_BYTES, COLD_SETS = 1 << 29, 64
 """Bytes that calls rotate over, so that caches hold nothing of the next, and sets at most."""
@@ -45,7 +40,7 @@ ROTARY = Rotary(tuple(500_000 ** (-i / 64) for i in range(64)))
 """Llama 3's: all of a key is rotated."""
 
 CODE_STEP = 1 / 8
-"""From a code to the one beside it, as a part of the greatest number: at most, of fp8."""
+"""Distance of neighbouring codes, as a part of the greatest number: the largest, of fp8."""
 
 HALF_EPS = 1e-4
 """Relative distance of two numbers that only dtypes of 16 bits exceed."""
@@ -55,7 +50,7 @@ PEER_BYTES = 4 << 30
 
 
 Version: TypeAlias = tuple[str, Sequence[Call] | str, dict[str, Any]]
-"""Who does something; calls that do it, or why there are none; what is known of the result."""
+"""Name of an implementation; its calls, or why there are none; fields of its row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,8 +61,7 @@ class DecodeCase:
         name: sizes, as the table names them.
         lengths: tokens of each sequence, the new one included.
         window, sinks: as in `Backend.attend`.
-        target: what is to be reached.
-        peers: whether others are measured too.
+        target: the goal of the row.
     """
 
     name: str
@@ -75,7 +69,6 @@ class DecodeCase:
     window: int | None = None
     sinks: int = 0
     target: Target | None = None
-    peers: bool = True
 
 
 @attrs.define(eq=False)
@@ -83,10 +76,10 @@ class Bed:
     """A backend with a pool of known numbers.
 
     Attributes:
-        name: what rows call the backend.
+        name: name of the backend in rows.
         backend: the backend.
         suite: suite of the rows.
-        settings: what is measured.
+        settings: selection of the measurements.
         seconds: time that a version of a case is sampled for.
     """
 
@@ -141,11 +134,6 @@ class Bed:
         return found
 
     @property
-    def clock(self) -> HostClock | DeviceClock:
-        """The clock that times calls on the device."""
-        return DeviceClock() if self.device.type == "cuda" else HostClock()
-
-    @property
     def token_bytes(self) -> float:
         """Bytes that K and V of a token take in the blocks."""
         return self.backend.layout.bytes_per_block / self.backend.layout.block_size
@@ -159,7 +147,7 @@ class Bed:
     def random(self, *shape: int, seed: int = 0) -> Tensor:
         """Return normally distributed numbers in the dtype of the layout, on the device."""
         draw = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(*shape, generator=draw).to(DTYPES[self.backend.layout.dtype])
+        drawn = torch.randn(*shape, generator=draw).to(TORCH_DTYPES[self.backend.layout.dtype])
         return drawn.to(self.device)
 
     def fill(self) -> None:
@@ -181,7 +169,7 @@ class Bed:
                 rows.copy_(drawn_part[: len(rows)])
 
     def sets(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return block tables of such sequences, as often as it takes to leave no cache warm.
+        """Return block tables of sequences, in as many sets as leave no cache warm.
 
         They hold numbers; the blocks that no table has are NaN.
         """
@@ -227,11 +215,12 @@ class Bed:
         backend, lengths = self.backend, [*case.lengths]
         sets = [self.poisoned(lengths)] if poisoned else self.sets(lengths)
         options: dict[str, Any] = {"window": case.window, "sinks": case.sinks}
-        calls, queries = [], self.random(len(lengths), HEADS, WIDTH, seed=9)
+        calls: list[Call] = []
+        queries = self.random(len(lengths), HEADS, WIDTH, seed=9)
         for tables in sets:
             batch = RaggedBatch(tables, [tokens - 1 for tokens in lengths], [1] * len(lengths))
             plan = backend.plan(batch)
-            calls.append(_attending(backend, plan, queries, options))
+            calls.append(partial(backend.attend, 0, plan, queries, **options))
         read = [_seen(tokens, case) for tokens in lengths]
         row = {
             "operation": "decode",
@@ -241,18 +230,18 @@ class Bed:
         }
         error, library = self._attention_error(calls[0](), sets[0], queries, case)
         # The last place of a result in 16 bits; in more, sums over thousands of tokens.
-        eps = torch.finfo(DTYPES[backend.layout.dtype]).eps
+        eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 2 * library + (eps / 2 if eps > HALF_EPS else 32 * eps)
         right = {"error": error, "allowed": allowed}
         versions: list[Version] = [(self.name, calls, right)]
-        if case.peers and not poisoned and not self.settings.check:
+        if not poisoned and not self.settings.check:
             versions += self._peers(case, sets, queries)
         return self._rows(row, versions, case.target)
 
     def store(
         self, tokens: int, target: Target | None = None, *, rotated: bool = False
     ) -> list[Row]:
-        """Write new tokens into blocks; compare what is read back with what codes give.
+        """Write new tokens into blocks; compare them with their codes, decoded.
 
         With `rotated` the backend rotates keys first: the tables are read too, once.
         """
@@ -261,25 +250,25 @@ class Bed:
         sets = [tables[0] for tables in self.sets([tokens])]
         self._good = 0
         backend.fill(nan)
-        rows = [self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4)]
-        turn, given = None, rows
+        keys, values = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4))
+        turn, given = None, keys
         if rotated:
             positions = torch.arange(tokens, device=self.device)
             turn = ROTARY.rotation(positions)
-            exact = Rotation(*ROTARY.angles(positions)).rotate(rows[0].double())
-            given = [exact.to(rows[0].dtype), rows[1]]
+            exact = Rotation(*ROTARY.angles(positions)).rotate(keys.double())
+            given = exact.to(keys.dtype)
         theirs: list[Call] = []
         for table in sets:
             plan = backend.plan(RaggedBatch([table], [0], [tokens]))
-            calls.append(_storing(backend, plan, rows, turn))
+            calls.append(partial(backend.store_rotated, 0, plan, keys, values, turn))
             if turn is not None:
-                theirs.append(_rotating(backend, plan, rows, turn))
+                theirs.append(partial(_rotate_and_store, backend, plan, keys, values, turn))
         calls[0]()
-        error = self._stored_error(given, sets[0], tokens)
-        number = DTYPES[backend.layout.dtype].itemsize
+        error = self._stored_error((given, values), sets[0], tokens)
+        number = TORCH_DTYPES[backend.layout.dtype].itemsize
         read = tokens * 2 * KV_HEADS * WIDTH * number
         codec = backend.layout.codec
-        eps = torch.finfo(DTYPES[backend.layout.dtype]).eps
+        eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 0.0 if codec is None else 2 * eps
         if turn is not None:
             read += turn.cos.nbytes + turn.sin.nbytes
@@ -290,7 +279,9 @@ class Bed:
         if turn is not None and self.device.type == "cuda" and not self.settings.check:
             versions.append(("torch rotates, then stored", theirs, {}))
         elif turn is None and codec is None and not self.settings.check:
-            versions.append(("torch index_copy_", self._index_copies(sets, rows, size), {}))
+            versions.append(
+                ("torch index_copy_", self._index_copies(sets, (keys, values), size), {})
+            )
         row = {
             "operation": "store+rope" if rotated else "store",
             "case": f"{self.kind}, {tokens:,} tokens",
@@ -305,7 +296,7 @@ class Bed:
         tables = self.sets([2 * count * backend.layout.block_size])
         self._good = 0
         pairs = [list(zip(t[:count], t[count:], strict=True)) for (t,) in tables]
-        calls = [_copying(backend, each) for each in pairs]
+        calls = [partial(backend.copy_blocks, each) for each in pairs]
         sources, targets = (list(side) for side in zip(*pairs[0], strict=True))
         before = self._content(sources)
         calls[0]()
@@ -323,8 +314,8 @@ class Bed:
                 (
                     "torch index_copy_",
                     [
-                        _index_copying(parts, ids([s for s, _ in p]), ids([t for _, t in p]))
-                        for p in pairs
+                        partial(_copy, parts, *(ids(side) for side in zip(*each, strict=True)))
+                        for each in pairs
                     ],
                     {},
                 )
@@ -339,7 +330,7 @@ class Bed:
         order = _shuffled(count)
         pairs = [[(t[a], t[b]) for a, b in enumerate(order)] for t in tables]
         before = self._content([source for source, _ in pairs[0]])
-        calls = [_moving(backend, each) for each in pairs]
+        calls = [partial(backend.move_blocks, each) for each in pairs]
         calls[0]()
         right = {"error": _difference(self._content([to for _, to in pairs[0]]), before)}
         row = {
@@ -392,12 +383,12 @@ class Bed:
         *,
         graph: bool = True,
     ) -> list[Row]:
-        """Time versions side by side; a text in place of calls says why there are none."""
+        """Time versions side by side; a text in place of calls is the reason for none."""
         common: dict[str, Any] = {"suite": self.suite, "unit": "bytes", **row}
         there = [calls for _, calls, _ in versions if not isinstance(calls, str)]
         timings = None
         if not self.settings.check:
-            timings = iter(self.clock.time(there, self.seconds, graph=graph))
+            timings = iter(clock_of(self.device)(there, self.seconds, graph=graph))
         rows = []
         for number, (by, calls, right) in enumerate(versions):
             found = {**common, **right, "by": by, "target": None if number else target}
@@ -427,12 +418,16 @@ class Bed:
         else:
             keys, values = self.backend.layer_blocks(0)
             group = queries.view(len(queries), KV_HEADS, HEADS // KV_HEADS, WIDTH)
-            contiguous, gathering = [], []
+            contiguous: list[Call] = []
+            gathering: list[Call] = []
             for tables in sets:
                 index = self._ids(tables)
-                held = [_gathered(part, index, case.lengths[0]) for part in (keys, values)]
-                contiguous.append(_dense(group, *held))
-                gathering.append(_gathering(group, keys, values, index, case.lengths[0]))
+                tokens = case.lengths[0]
+                dense, held = (_gathered(part, index, tokens) for part in (keys, values))
+                contiguous.append(partial(scaled_dot_product_attention, group, dense, held))
+                gathering.append(
+                    partial(_gather_and_attend, group, keys, values, index, tokens)
+                )
             found = [(plain, contiguous, {}), (gathered, gathering, {})]
         if self.device.type == "cuda":
             found.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
@@ -446,11 +441,12 @@ class Bed:
             flashinfer = import_module("flashinfer")
         except ImportError:
             return "not available: flashinfer is not installed"
-        layout, calls = self.backend.layout, []
+        layout = self.backend.layout
+        calls: list[Call] = []
         size = layout.block_size
-        dtype = DTYPES[layout.dtype]
+        dtype = TORCH_DTYPES[layout.dtype]
         try:
-            # Zeros, as it asks for.
+            # FlashInfer needs zeros.
             workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
             for tables in sets:
                 counts = torch.tensor([0, *map(len, tables)]).cumsum(0).int()
@@ -469,7 +465,7 @@ class Bed:
                     q_data_type=dtype,
                     kv_data_type=dtype,
                 )
-                calls.append(_running(wrapper, queries, self.backend.layer_blocks(0)))
+                calls.append(partial(wrapper.run, queries, self.backend.layer_blocks(0)))
             calls[0]()
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is its own
             return f"failed: {type(error).__name__}: {str(error)[:100]}"
@@ -505,7 +501,7 @@ class Bed:
         return worst, library
 
     def _stored_error(self, rows: Sequence[Tensor], table: list[int], tokens: int) -> float:
-        """Return how far what was stored is from what was given, as its codec has it."""
+        """Return the greatest difference of stored K/V from given K/V, coded and decoded."""
         codec = self.backend.layout.codec
         worst = 0.0
         found = self.backend.read(0, table, tokens)
@@ -523,7 +519,7 @@ class Bed:
                 expected = decoded.transpose(0, 1).to(given.device)
             scale = float(given.abs().max())
             worst = _greater(worst, _difference(read.double(), expected.double()) / scale)
-        # Nothing else was written: as many blocks again are still NaN.
+        # Nothing else was written: as many other blocks are still NaN.
         held = {*table}
         others = [block for block in self._order if block not in held][: len(table)]
         if others and self.backend.layout.codec is None:
@@ -538,12 +534,12 @@ class Bed:
         """Return calls that scatter rows with torch's own function."""
         parts = [part.flatten(0, 2) for part in self.backend.layer_blocks(0)]
         new = [part.flatten(0, 1) for part in rows]
-        calls = []
+        calls: list[Call] = []
         for table in sets:
             blocks = torch.tensor(table)[:, None, None] * KV_HEADS
             slots = (blocks + torch.arange(KV_HEADS)) * size + torch.arange(size)[:, None]
             index = slots.flatten().to(self.device)
-            calls.append(_scattering(parts, index, new))
+            calls.append(partial(_scatter, parts, index, new))
         return calls
 
     def _store(self, table: list[int], context: int, keys: Tensor, values: Tensor) -> None:
@@ -564,11 +560,11 @@ class Bed:
 def failed_row(suite: str, operation: str, by: str, case: str, error: Exception) -> Row:
     """Return the row of something that was not measured, with the reason.
 
-    What cannot be done here, or does not fit, is missing; whatever else is raised is wrong.
+    After an error of kvcore, or without enough memory, it is missing; after any other, wrong.
     """
-    told = next(iter(str(error).splitlines()), "")
+    line = next(iter(str(error).splitlines()), "")
     missing = isinstance(error, KvcoreError | torch.OutOfMemoryError)
-    note = f"not available: {told}" if missing else f"failed: {type(error).__name__}: {told}"
+    note = f"not available: {line}" if missing else f"failed: {type(error).__name__}: {line}"
     wrong = None if missing else inf
     return Row(suite=suite, operation=operation, case=case, by=by, note=note, error=wrong)
 
@@ -586,7 +582,7 @@ def _seen(tokens: int, case: DecodeCase) -> int:
 
 
 def _kept(tokens: int, case: DecodeCase) -> Tensor:
-    """Return the places of these tokens."""
+    """Return the places of the tokens that the last of `tokens` tokens attends to."""
     places = torch.arange(tokens)
     if case.window is None:
         return places
@@ -599,7 +595,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _greater(one: float, other: float) -> float:
-    """Return the greater, or NaN if the second is."""
+    """Return the greater number; NaN if `other` is NaN."""
     return other if other != other or other > one else one  # noqa: PLR0124 - NaN
 
 
@@ -611,57 +607,28 @@ def _gathered(part: Tensor, index: Tensor, tokens: int) -> Tensor:
     return held.view(len(index), KV_HEADS, -1, part.shape[3])[:, :, :tokens]
 
 
-def _attending(backend: Backend, plan: Any, queries: Tensor, options: dict[str, Any]) -> Call:
-    return lambda: backend.attend(0, plan, queries, **options)
+def _rotate_and_store(
+    backend: Backend, plan: Any, keys: Tensor, values: Tensor, rotation: Rotation
+) -> None:
+    """Rotate keys by torch, and store."""
+    backend.store(0, plan, rotation.rotate(keys), values)
 
 
-def _storing(
-    backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotation | None
-) -> Call:
-    if turn is None:
-        return lambda: backend.store(0, plan, *rows)
-    return lambda: backend.store_rotated(0, plan, rows[0], rows[1], turn)
-
-
-def _rotating(backend: Backend, plan: Any, rows: Sequence[Tensor], turn: Rotation) -> Call:
-    return lambda: backend.store(0, plan, turn.rotate(rows[0]), rows[1])
-
-
-def _copying(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
-    return lambda: backend.copy_blocks(pairs)
-
-
-def _moving(backend: Backend, pairs: list[tuple[int, int]]) -> Call:
-    return lambda: backend.move_blocks(pairs)
-
-
-def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> Call:
-    return lambda: scaled_dot_product_attention(queries, keys, values)
-
-
-def _gathering(
+def _gather_and_attend(
     queries: Tensor, keys: Tensor, values: Tensor, index: Tensor, tokens: int
-) -> Call:
-    return lambda: scaled_dot_product_attention(
-        queries, _gathered(keys, index, tokens), _gathered(values, index, tokens)
-    )
+) -> Tensor:
+    """Gather K/V by torch, and attend."""
+    keys, values = (_gathered(part, index, tokens) for part in (keys, values))
+    return scaled_dot_product_attention(queries, keys, values)
 
 
-def _running(wrapper: Any, queries: Tensor, parts: tuple[Tensor, Tensor]) -> Call:
-    return lambda: wrapper.run(queries, parts)
+def _scatter(parts: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    """Store by torch."""
+    for part, new in zip(parts, rows, strict=True):
+        part.index_copy_(0, index, new)
 
 
-def _scattering(parts: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> Call:
-    def scatter() -> None:
-        for part, new in zip(parts, rows, strict=True):
-            part.index_copy_(0, index, new)
-
-    return scatter
-
-
-def _index_copying(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Call:
-    def copy() -> None:
-        for part in parts:
-            part.index_copy_(0, targets, part.index_select(0, sources))
-
-    return copy
+def _copy(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy blocks by torch."""
+    for part in parts:
+        part.index_copy_(0, targets, part.index_select(0, sources))

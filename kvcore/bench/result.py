@@ -10,21 +10,22 @@ from typing import Any, Literal, TypeAlias
 import attrs
 
 Unit: TypeAlias = Literal["bytes", "blocks", "requests"]
-"""What a row counts."""
+"""Unit of the amount of a row."""
 
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What is measured, and how.
+    """Selection of the measurements.
 
     Attributes:
-        quick: a few small cases, each measured briefly.
-        check: no times: whether results are right.
+        quick: whether to measure a few small cases, each briefly.
+        check: whether to check results alone, and to measure no times.
         only: operations to measure; empty: all.
-        dtypes: dtypes of K/V to measure; empty: those of the suite.
-        backend: backend of the tensor suites, by name and options; None: the suite's.
+        dtypes: dtypes of K/V to measure; empty: the default ones of the suite.
+        backend: backend of the tensor suites, by name and options; None: the default one of
+            the suite.
         threads: threads that a CPU computes with.
-        deadline: seconds after which no further case is begun; None: there is none.
+        deadline: seconds after which no further case is begun; None: no deadline.
         begun: when the run began, as `time.monotonic` gives it.
     """
 
@@ -52,8 +53,8 @@ class Ceiling:
     """A limit of the machine itself, measured before the first case and after the last.
 
     Attributes:
-        name: what is measured, as rows name it.
-        first, last: bytes a second. A copy counts what it reads and what it writes.
+        name: name of the limit, as in `Row.of`.
+        first, last: bytes a second. A copy counts the bytes read and the bytes written.
     """
 
     name: str
@@ -68,13 +69,13 @@ class Ceiling:
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """The goal of a row: at least a share of its ceiling, or at most some seconds."""
+    """The goal of a row: at least `share` of its ceiling, or at most `seconds`."""
 
     share: float | None = None
     seconds: float | None = None
 
     def reached(self, share: float | None, seconds: float | None) -> bool | None:
-        """Return whether it is reached; None if nothing was measured."""
+        """Return True if the goal is reached; None if nothing was measured."""
         if self.seconds is not None:
             return None if seconds is None else seconds <= self.seconds
         return None if share is None or self.share is None else share >= self.share
@@ -86,21 +87,21 @@ class Row:
 
     Attributes:
         suite: suite that it belongs to.
-        operation: what is done, such as `decode`.
-        case: on what: dtype, sizes.
-        by: who does it: a backend of kvcore, or a peer.
-        amount: what it handles, in `unit`: of memory, the bytes that must be read and written.
-        unit: what is counted.
+        operation: name of the operation, such as `decode`.
+        case: dtype and sizes.
+        by: the implementation: a backend of kvcore, or a peer.
+        amount: amount of work, in `unit`: of memory, the bytes that must be read and written.
+        unit: unit of the amount.
         seconds: median time; None if it was not measured.
-        spread: difference of two medians of the same thing, by their mean: what is closer
-            together than this is equal.
-        of: name of what `share` is a share of: a ceiling, or the row of a baseline.
-        share: rate of the row in the ceiling's; for a baseline, how many times as fast.
-        target: what it is to reach; None: nothing is promised.
+        spread: difference of two medians of the same calls, by their mean: times that differ
+            by less are equal.
+        of: name of the reference of `share`: a ceiling, or the `by` of a baseline.
+        share: rate of the row by that of the reference.
+        target: the goal; None: there is none.
         error: greatest difference from float64 over the same stored numbers, as a part of the
-            greatest of these; NaN if it read what was never stored.
+            greatest of them; NaN if a slot was read that was never stored.
         allowed: greatest `error` that counts as right.
-        note: why something is missing, or how it was timed.
+        note: why a number is missing, or how it was timed.
     """
 
     suite: str
@@ -127,18 +128,18 @@ class Row:
 
     @property
     def correct(self) -> bool | None:
-        """Whether the result is right; None if there was none to check."""
+        """Whether the result is right; None if no result was checked."""
         return None if self.error is None else self.error <= self.allowed
 
     @property
     def reached(self) -> bool | None:
-        """Whether the target is reached; None without one, or without a time."""
+        """Whether the target is reached; None without a target, or without a time."""
         return None if self.target is None else self.target.reached(self.share, self.seconds)
 
     def document(self) -> dict[str, Any]:
         """Return the row as a JSON object, with derived fields."""
         fields = attrs.asdict(self)
-        # JSON has no NaN: the error is missing then, and `correct` says false.
+        # JSON has no NaN: the error is missing then, and `correct` is false.
         if self.error is not None and not isfinite(self.error):
             fields["error"] = None
         derived = {"rate": self.rate, "correct": self.correct, "reached": self.reached}
@@ -146,7 +147,7 @@ class Row:
 
 
 Tell: TypeAlias = Callable[[Row], None]
-"""Is called with each row as soon as it is there."""
+"""Called with each row as soon as it is measured."""
 
 
 @attrs.frozen(kw_only=True)
@@ -155,10 +156,10 @@ class BenchResult:
 
     Attributes:
         machine: names and versions, as `describe_machine` returns them.
-        settings: what was asked for.
-        ceilings: what the memory can do.
+        settings: selection of the measurements.
+        ceilings: rates of the memory.
         rows: the rows, in the order in which they were measured.
-        seconds: time that all of it took.
+        seconds: time of the whole run.
     """
 
     machine: dict[str, Any]

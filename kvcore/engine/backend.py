@@ -5,20 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 import attrs
 
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotation
 from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER, Codec, Part
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
-
-Tensor: TypeAlias = Any
-"""A tensor of the backend's library."""
-
 
 TENSOR_DTYPES = tuple(BYTES_PER_NUMBER)
 """Dtypes that K/V can be computed in; fp64 is for references."""
@@ -31,7 +27,7 @@ class TensorLayout:
     K of a layer is `[blocks, kv_heads, block_size, head_dim]`, V the same with `value_dim`:
     a block is one contiguous run of memory per layer, and within it per head. With
     `together` the layers of a block lie side by side, so that a block is one run for all
-    layers, as swapping wants it.
+    layers, which is swapped fastest.
 
     Attributes:
         blocks: number of blocks in the pool.
@@ -42,7 +38,7 @@ class TensorLayout:
         value_dim: width of a value.
         dtype: dtype in which K/V is computed, one of `TENSOR_DTYPES`.
         together: whether all layers of a block are one run of memory.
-        codec: how the numbers lie in a block; None: as they are computed.
+        codec: codes the numbers of a block; None: they are stored as they are computed.
 
     Raises:
         InputError: a size is not positive, the dtype is unknown, or the codec cannot code
@@ -102,6 +98,14 @@ class DeviceMemory:
     total: int | None
 
 
+class AttendOptions(TypedDict, total=False):
+    """Options of `Backend.attend`. Those left out have the defaults of that method."""
+
+    scale: float | None
+    window: int | None
+    sinks: int
+
+
 class Backend(Plugin):
     """Keeps the K/V of a pool of blocks as tensors, and attends to it through block tables.
 
@@ -117,8 +121,8 @@ class Backend(Plugin):
 
     Attributes:
         layout: layout of the allocated pool; set by `allocate`, None before.
-        takes_codecs: whether the backend stores K/V as `TensorLayout.codec` codes it; a run
-            refuses a codec if not.
+        takes_codecs: whether the backend stores K/V as `TensorLayout.codec` codes it;
+            otherwise a run with a codec is an InputError.
         moved_bytes: bytes of blocks that `move_blocks` copies at a time, and may put aside.
     """
 
@@ -133,9 +137,9 @@ class Backend(Plugin):
         """Allocate the pool and set `layout`. The content of the blocks is undefined.
 
         Raises:
-            InputError: the dtype, head size or device does not work; says which would.
-            StorageError: there is too little memory; says how much was asked for, how much
-                is free, and how many blocks would fit.
+            InputError: the dtype, head size or device does not work; names those that would.
+            StorageError: there is too little memory; with the requested bytes, the free bytes,
+                and the number of blocks that would fit.
         """
 
     @abstractmethod
@@ -148,9 +152,9 @@ class Backend(Plugin):
 
     @abstractmethod
     def plan(self, batch: RaggedBatch) -> Any:
-        """Return what all layers of a step share: slots, gather indices. O(blocks).
+        """Return the plan of a step: slots and gather indices for all layers. O(blocks).
 
-        Called once in a step; the plan is given to `store` and `attend` of each layer.
+        Called once in a step; `store` and `attend` of each layer get the plan.
         """
 
     @abstractmethod
@@ -195,9 +199,9 @@ class Backend(Plugin):
     ) -> None:
         """Write the K/V of the new tokens as `store` does, the keys after a rotation, if any.
 
-        For generators, and engines of others, that leave the rotary embedding of keys to the
-        cache; queries they rotate themselves. Unless overridden, torch rotates, and `store`
-        gets the result.
+        For generators and engines that leave the rotary embedding of keys to the cache, and
+        rotate queries themselves. Unless overridden, torch rotates, and `store` gets the
+        result.
         """
         if rotation is not None:
             keys = self.tensor(rotation.rotate(keys), self.layout.dtype)
@@ -212,26 +216,19 @@ class Backend(Plugin):
         return False
 
     def attend_weighed(
-        self,
-        layer: int,
-        plan: Any,
-        queries: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        self, layer: int, plan: Any, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return what `attend` does, and how much attention each token in the blocks got.
+        """Return the output of `attend`, and how much attention each token in the blocks got.
 
         The latter is `[kv_heads, context + length]` for each sequence, in fp32 or better: sums
         of the attention weights over its new tokens and over the query heads of a K/V head.
-        Called in place of `attend` for retention policies that read them. Memory is bounded
-        whatever the context: no tokens x tokens.
+        Called in place of `attend` for retention policies that read the sums. Memory does not
+        grow with context x tokens.
 
         Raises:
-            InputError: the backend cannot tell; unless overridden.
+            InputError: the backend does not sum up weights; unless overridden.
         """
-        del layer, plan, queries, scale, window, sinks
+        del layer, plan, queries, options
         msg = (
             f"backend {self.name!r} does not tell how much attention tokens get: take a "
             "retention policy that does not read it, or another backend"
@@ -245,7 +242,7 @@ class Backend(Plugin):
 
         `moves` are integers on the host, `[3, n]`: K/V head, place in `table`, place in `into`
         of each token that moves. The two may have blocks in common; all tokens are read before
-        one is written, and what lies in a place that is not named stays.
+        one is written. Places that are not named keep their content.
         """
         size = self.layout.block_size
         old, new = self._block_ids(table), self._block_ids(into)
@@ -299,9 +296,9 @@ class Backend(Plugin):
         """Move whole blocks, `(source, target)`, in all layers, as if all at once.
 
         Any permutation of blocks, its cycles too, and any part of one: no two pairs have the
-        same source, nor the same target. A source that is no target means nothing afterwards.
-        Unlike with one `copy_blocks`, what is put aside on the way is never more than
-        `moved_bytes`, or a block: for compacting a pool that fills the device.
+        same source, nor the same target. The content of a source that is no target is
+        undefined afterwards. Unlike one `copy_blocks`, it puts aside no more than
+        `moved_bytes`, or a block, at a time: for compacting a pool that fills the device.
 
         Raises:
             InputError: two pairs share a source or a target; nothing is moved.
@@ -325,16 +322,16 @@ class Backend(Plugin):
         return [part[ids] for part in self._all_blocks()]
 
     def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
-        """Write what `swap_out` returned into `blocks`, as many as came out."""
+        """Write the content that `swap_out` returned into `blocks`, an equal number."""
         ids = self._block_ids(blocks)
         for part, content in zip(self._all_blocks(), host, strict=True):
             part[ids] = content
 
     def host_buffer(self, blocks: int) -> memoryview:
-        """Return memory of the host for the bytes of so many blocks, `[blocks, bytes]`.
+        """Return memory of the host for the bytes of blocks, `[blocks, bytes]`.
 
-        `bytes` is `layout.bytes_per_block`. A backend whose memory is not the host's returns
-        what it copies to and from at its best, such as pinned memory: if this is overridden,
+        `bytes` is `layout.bytes_per_block`. A backend with its own memory returns the kind of
+        host memory that it copies fastest, such as pinned memory. If this is overridden,
         blocks are never copied straight into the memory of a tier, nor out of it.
         """
         size = self.layout.bytes_per_block
@@ -344,11 +341,11 @@ class Backend(Plugin):
         """Copy the bytes of full `blocks`, all layers, into memory of the host.
 
         `into` is `[len(blocks), layout.bytes_per_block]`, unsigned bytes, such as
-        `host_buffer` returns. They are there when this returns, as `write_blocks` takes them,
-        in this run or another one of the same layout: a codec's codes and scales, not K/V.
+        `host_buffer` returns. The bytes are there when this returns. `write_blocks` takes them
+        in this run, or in another one of the same layout: a codec's codes and scales, not K/V.
 
         Raises:
-            InputError: the backend gives no bytes, so that runs with tiers refuse it; unless
+            InputError: the backend gives no bytes, so that it cannot run with tiers; unless
                 overridden. Or a block is not full, so that its codec has not coded it.
         """
         del blocks, into
@@ -359,7 +356,7 @@ class Backend(Plugin):
         raise InputError(msg)
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
-        """Write what `read_blocks` has read, `[len(blocks), bytes]`, into `blocks`.
+        """Write the bytes that `read_blocks` has read, `[len(blocks), bytes]`, into `blocks`.
 
         `data` may be used again when this returns.
         """
@@ -372,7 +369,7 @@ class Backend(Plugin):
             part[ids] = value
 
     def memory(self) -> DeviceMemory:
-        """Return what the device's memory holds: only the pool is known, unless overridden."""
+        """Return the state of the device's memory: the pool alone unless overridden."""
         return DeviceMemory(self.layout.bytes if self.layout else 0, None, None)
 
     def limit_threads(
@@ -380,11 +377,11 @@ class Backend(Plugin):
     ) -> AbstractContextManager[None]:
         """Return a context in which the host computes with `count` threads.
 
-        None: as many as pay for a model of this size. The number that was set before is
-        set again afterwards. Has no effect unless overridden.
+        None: the number that is fastest for a model of this size. The number that was set
+        before is set again afterwards. Has no effect unless overridden.
 
         Raises:
-            InputError: the host does not have so many CPUs for this process.
+            InputError: this process may not use `count` CPUs of the host.
         """
         del count, model
         return nullcontext()
@@ -407,12 +404,13 @@ Pair: TypeAlias = tuple[int, int]
 
 
 def _in_rounds(pairs: Iterable[Pair], most: int) -> tuple[list[list[Pair]], list[list[Pair]]]:
-    """Return moves in rounds of up to `most`, and the cycles that are longer, by themselves.
+    """Return moves in rounds of up to `most`, and apart from them the cycles that are longer.
 
-    Of a round all sources are read before one is written, so a short cycle is whole in it. Of a
-    chain the last move, into a block that is free, goes first, and the moves of all chains
-    together step by step, so that few of a round wait for one another. So the moves of a long
-    cycle are in order, the last of which is for what its first one overwrites. O(pairs).
+    All sources of a round are read before one block is written, so a short cycle stays in one
+    round. The last move of a chain, into a block that is free, goes first; all chains take
+    their steps together, so that few moves of a round depend on others. The moves of a long
+    cycle are in order, and its last move reads the block that its first one overwrites.
+    O(pairs).
 
     Raises:
         InputError: two pairs share a source or a target.
@@ -437,7 +435,10 @@ def _in_rounds(pairs: Iterable[Pair], most: int) -> tuple[list[list[Pair]], list
 
 
 def _take_chains(source_of: dict[int, int], sources: Container[int]) -> list[Pair]:
-    """Take the moves out of `source_of` that end in a block that is no source; return them."""
+    """Remove the chains, which end in a block that is no source, from `source_of`.
+
+    Returns their moves in order.
+    """
     steps: list[list[Pair]] = []
     for end in [target for target in source_of if target not in sources]:
         target, step = end, 0
@@ -451,7 +452,7 @@ def _take_chains(source_of: dict[int, int], sources: Container[int]) -> list[Pai
 
 
 def _take_cycles(source_of: dict[int, int]) -> Iterator[list[Pair]]:
-    """Take what is left, cycles; yield each, a move after the one that it makes way for."""
+    """Remove the cycles, which are left in `source_of`; yield each, its moves in order."""
     while source_of:
         target, source = source_of.popitem()
         cycle = [(source, target)]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
+
+T = TypeVar("T")
+
+Tensor: TypeAlias = Any
+"""A tensor of the backend's library."""
 
 
 @attrs.frozen
@@ -31,10 +36,10 @@ class RaggedBatch:
             sequence, from 0; None for an inner chunk of a prefill, `[sequences]`.
         seeds: seed of the samples of each sequence, `[sequences]`.
         held_positions: for each sequence that has lost tokens, the position in the text of
-            each of its `contexts` held ones, as integers: `[context]` where all layers and
-            heads hold the same, `[layers, kv_heads, context]` after a compaction. None for
-            the others, whose tokens lie at their positions; empty: for all, or no layer has
-            a window. In layers with a window a backend needs them, and `positions`.
+            each of its `contexts` held ones, as integers: `[context]` if all layers and
+            heads hold the same tokens, `[layers, kv_heads, context]` after a compaction. None
+            for a sequence whose tokens lie at their positions. Empty: none has lost tokens, or
+            no layer has a window. In layers with a window a backend reads it, and `positions`.
         fuses_rotation: whether a generator may leave the rotation of its keys to `attend`,
             with the option `rotation`, and should: it costs no pass of its own there.
     """
@@ -62,3 +67,17 @@ class RaggedBatch:
     def last_rows(self) -> list[int]:
         """Row of the last new token of each sequence, `[sequences]`."""
         return [end - 1 for end in accumulate(self.lengths)]
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Row of the last new token of each sequence that generates a token."""
+        rows = zip(self.last_rows, self.output_indices, strict=True)
+        return [row for row, index in rows if index is not None]
+
+    def spread(self, generated: Iterable[T]) -> list[T | None]:
+        """Return a value for each sequence, None where it generates no token.
+
+        `generated` has a value for each of `sampled_rows`, in order.
+        """
+        values = iter(generated)
+        return [None if index is None else next(values) for index in self.output_indices]

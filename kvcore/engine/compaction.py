@@ -1,7 +1,7 @@
 """Retention on tensors: which tokens of a sequence stay, and where their K/V goes.
 
 A compaction in one K/V head, to 4 tokens in blocks of 2. The sequence has block 9 from a
-shared prefix, and 5 and 3 of its own; it goes on with 5, 3 (what is its own comes first):
+shared prefix, and 5 and 3 of its own; it goes on with 5 and 3 (its own blocks come first):
 
     place    0  1    2  3    4  5                 0  1    2  3
     block    9  9    5  5    3  3                 5  5    3  3
@@ -15,49 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import torch
 
 from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence
-from kvcore.engine.backend import Backend, Tensor
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.backend import Backend
+from kvcore.engine.batch import RaggedBatch, Tensor
+from kvcore.engine.dtypes import widened
 from kvcore.engine.generator import Generator
-from kvcore.engine.retention import HeldTokens, Reads, TokenRetention
+from kvcore.engine.retention import HeldTokens, Reads, TokenRetention, token_retention
 from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.codec import Part
-from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
-
-if TYPE_CHECKING:
-    import torch
+from kvcore.plugins import FAILURES, policy_error, wrong_answer
 
 FEW, SAMPLED = 8, 16
 """How many tokens there are for each that stays, and which of them `_bar` looks at first."""
 
 
-def token_retention(cache: KVCache) -> TokenRetention | None:
-    """Return the retention policy of `cache` if it selects single tokens, otherwise None.
-
-    Raises:
-        InputError: it says how many tokens stay, and not which.
-    """
-    retention = cache.retention
-    if isinstance(retention, TokenRetention):
-        return retention
-    if retention is not None and find_override(retention, "keeps") is not None:
-        msg = (
-            f"retention {retention.name!r} says how many tokens stay and not which, so it can "
-            "be simulated and not run: derive it from kvcore.engine.TokenRetention, whose "
-            "score() says which"
-        )
-        raise InputError(msg)
-    return None
-
-
 def _check_reads(policy: TokenRetention) -> None:
-    """Raise PolicyError if what `policy` says that it reads cannot be kept for it."""
+    """Raise PolicyError if `policy.reads` is not a valid `Reads`."""
     reads = policy.reads
     if not isinstance(reads, Reads):
         wrong = f"{reads!r}: give kvcore.engine.Reads, such as Reads(keys=True)"
@@ -76,14 +56,15 @@ class _Record:
         positions: positions in the text of the tokens that its last compaction kept,
             `[layers, kv_heads, kept]`; the tokens behind them are all those that it has
             computed since. None before the first: all tokens are at their places.
-        turned: with rebased positions, where these tokens are for attention, likewise.
+        turned: with rebased positions, the positions of these tokens for attention, of the
+            same shape.
         originals: with rebased positions, for each layer the number that a place of
             `positions` has among the keys that were turned, -1 for none, `[kv_heads, kept]`,
             and these keys as they were computed, `[turned, head_dim]`.
         attention: sums of attention weights, `[layers, kv_heads, at least held]`.
         queries: for each layer the queries of the newest n tokens, `[n, heads, head_dim]`;
             the one at position p is row p % n.
-        asked: position of each of these rows; -1: none yet.
+        asked: position of each row of `queries`; -1: the row is empty.
     """
 
     positions: torch.Tensor | None = None
@@ -94,7 +75,7 @@ class _Record:
     asked: list[int] = attrs.field(factory=list)
 
     def copy(self) -> _Record:
-        """Return the record of a fork. What only compactions write is shared."""
+        """Return the record of a fork, which shares the tensors that only compactions set."""
         return attrs.evolve(
             self,
             attention=None if self.attention is None else self.attention.clone(),
@@ -122,9 +103,9 @@ class _Record:
 class Compactor:
     """Runs the retention policy of a cache on tensors.
 
-    Stands between a step and the backend's `attend`, where it notes what the policy reads
-    and nothing else; copies K/V when the cache compacts a sequence; and tells the positions
-    of tokens to layers with windows. What it knows of a sequence goes with the sequence.
+    It records the inputs of the policy, and nothing else, where a step attends; moves K/V when
+    the cache compacts a sequence; and returns the positions of held tokens for layers with
+    windows. The records of a sequence end with the sequence.
 
     Args:
         cache: the cache, whose `on_fork` and `on_compact` are set. Without a policy that picks
@@ -134,8 +115,8 @@ class Compactor:
         rotary: rotary embedding of each layer, as in `Generator.rotary`.
 
     Raises:
-        InputError: the policy cannot be run: it does not say which tokens stay, or rebases
-            positions where keys cannot be rotated; says why.
+        InputError: the policy cannot be run: it selects no single tokens, or rebases positions
+            of keys that cannot be rotated.
         PolicyError: its `reads` are no `Reads`, or of a negative number of queries.
     """
 
@@ -164,16 +145,16 @@ class Compactor:
         Raises:
             InputError: the retention policy cannot be run.
         """
-        # A model may have to compute tokens to tell how it rotates: not for nothing.
+        # A model may have to compute tokens to find its rotary embedding.
         rotary = generator.rotary if cache.retention is not None else ()
         return cls(cache, backend, generator.windows, rotary)
 
     def attend(
         self, sequences: Iterable[Sequence], batch: RaggedBatch
     ) -> Callable[..., Tensor]:
-        """Return what attends in a step of `sequences`, in place of `Backend.attend`.
+        """Return the function that attends in a step of `sequences`, as `Backend.attend` does.
 
-        That is the backend's own, unless there is something to note for the policy.
+        It is the backend's own, unless there is something to record for the policy.
         """
         backend, policy = self._backend, self._policy
         if policy is None:
@@ -210,7 +191,7 @@ class Compactor:
     def held_positions(
         self, sequences: Iterable[Sequence], contexts: Iterable[int]
     ) -> list[Any]:
-        """Return `RaggedBatch.held_positions` of a step; empty where it needs none."""
+        """Return `RaggedBatch.held_positions` of a step; empty if no layer needs them."""
         if not self._has_windows:
             return []
         found = [
@@ -224,8 +205,6 @@ class Compactor:
 
         `[layers, kv_heads, held]`, integers on the host.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         known = self._known(self._record(seq).positions, seq.held, seq.compacted)
         if seq.holes:
             known = torch.tensor(self._positions_of(seq, seq.held)).expand(known.shape)
@@ -247,8 +226,6 @@ class Compactor:
 
     def _known(self, kept: torch.Tensor | None, held: int, compacted: int) -> torch.Tensor:
         """Return the positions of `held` tokens: `kept`, then those of later tokens."""
-        import torch  # noqa: PLC0415 - see the module
-
         layout = self._backend.layout
         start = 0 if kept is None else kept.shape[2]
         shape = layout.layers, layout.kv_heads, held - start
@@ -268,8 +245,6 @@ class Compactor:
         self, records: list[_Record], sequences: list[Sequence], batch: RaggedBatch, most: int
     ) -> list[tuple[slice, Tensor]]:
         """Return which rows of the step's queries are kept, and in which rows of a record."""
-        import torch  # noqa: PLC0415 - see the module
-
         if not most:
             return []
         found = []
@@ -286,13 +261,11 @@ class Compactor:
         return found
 
     def _compact(self, seq: Sequence, table: Ids, held: int) -> None:
-        """Copy what stays of `seq`, which had `held` tokens in the blocks of `table`.
+        """Move the tokens that stay of `seq`, which had `held` tokens in the blocks `table`.
 
-        Called by the cache. Costs what the policy costs, O(layers · heads · held) to choose,
-        and a copy of the tokens that move.
+        Called by the cache. Costs the scores of the policy, O(layers · heads · held) to choose
+        tokens, and a copy of the tokens that move.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         backend, policy = self._backend, self._policy
         if policy is None:
             msg = (
@@ -300,7 +273,7 @@ class Compactor:
                 "says which tokens stay: give it one that does"
             )
             raise PolicyError(msg)
-        # Without the blocks of tokens to come: a codec takes all blocks but the last for full.
+        # Without the blocks of tokens to come: for a codec all blocks but the last are full.
         kept = seq.computed
         into = seq.table()[: -(-kept // backend.layout.block_size)]
         record = self._record(seq)
@@ -351,8 +324,6 @@ class Compactor:
         `tables` are the blocks before and after, `sources` and `stays` those of `_assign`,
         and `shift` by how many positions keys are rotated. Returns `_Record.originals`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         table, into = tables
         originals = None
         if shift is not None:
@@ -374,12 +345,10 @@ class Compactor:
         seen: torch.Tensor,
         table: Ids,
     ) -> HeldTokens:
-        """Return what the policy reads of the held tokens of a layer.
+        """Return the held tokens of a layer, with the tensors that the policy reads.
 
-        They have `positions` in the text; attention sees them at `seen`, `[kv_heads, held]`.
+        Their `positions` are in the text; attention sees them at `seen`, `[kv_heads, held]`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         assert self._policy is not None
         backend, reads, held = self._backend, self._policy.reads, positions.shape[1]
         found: dict[str, Any] = {}
@@ -427,7 +396,7 @@ class Compactor:
         )
 
     def _reach(self, layer: int, seen: torch.Tensor, asked: Any) -> torch.Tensor:
-        """Return which tokens at `seen` are attended to from the positions `asked`."""
+        """Return which tokens at `seen` a query at the positions `asked` attends to, bool."""
         window = self._windows[layer]
         reach: torch.Tensor = seen <= asked
         if window is not None:
@@ -447,8 +416,6 @@ class Compactor:
         Raises:
             PolicyError: there is not one number for each token.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         try:
             found = policy.score(tokens)
         except FAILURES as error:
@@ -506,11 +473,10 @@ class Compactor:
 
         `sources` are their places in `table`, `shift` by how far, `[kv_heads, kept]`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         heads, places = shift.nonzero().unbind(1)
         from_ = sources[heads, places]
-        rows: torch.Tensor = self._keys_at(layer, table, heads, from_)
+        stored = self._backend.layer_blocks(layer)[0]
+        rows: torch.Tensor = stored[self._slots(table, heads, from_)]
         before = None if record.originals is None else record.originals[layer]
         if before is not None:
             numbers, kept = before
@@ -531,30 +497,18 @@ class Compactor:
         keys: torch.Tensor,
     ) -> None:
         """Write the keys that are rotated into their places in `into`."""
-        import torch  # noqa: PLC0415 - see the module
-
         rotary = self._rotary[layer]
         assert rotary is not None
         heads, places = shift.nonzero().unbind(1)
         by = self._backend.tensor(shift[heads, places])
-        turned = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        turned = rotary.rotate(turned, *rotary.angles(by))
+        turned = rotary.rotate(widened(keys), *rotary.angles(by))
         index = self._slots(into, heads, places)
         self._backend.layer_blocks(layer)[0][index] = turned.to(keys.dtype)
-
-    def _keys_at(
-        self, layer: int, table: Ids, heads: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
-        """Return copies of the keys at `places` of `table` in some heads, `[n, head_dim]`."""
-        keys: torch.Tensor = self._backend.layer_blocks(layer)[0]
-        return keys[self._slots(table, heads, places)]
 
     def _slots(
         self, table: Ids, heads: torch.Tensor, places: torch.Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the index of `places` of `table` in `Backend.layer_blocks`."""
-        import torch  # noqa: PLC0415 - see the module
-
         size, tensor = self._backend.layout.block_size, self._backend.tensor
         blocks = torch.tensor(table)[places // size]
         return tensor(blocks), tensor(heads), tensor(places % size)
@@ -566,15 +520,13 @@ def _weights(
     """Return attention weights, `[query_heads, n, tokens]`, in fp32 or better.
 
     `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
-    says which are attended to, `[kv_heads, n, tokens]`. A query that reaches none has zeros.
+    is True for tokens that are attended to, `[kv_heads, n, tokens]`. A query that reaches no
+    token has zeros.
     """
-    import torch  # noqa: PLC0415 - see the module
-
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
-    exact = torch.promote_types(keys.dtype, torch.float32)
-    asked = queries.to(exact).reshape(kv_heads, -1, width)
+    asked = widened(queries).reshape(kv_heads, -1, width)
     asked = asked * (width**-0.5 if scale is None else scale)
-    scores = torch.bmm(asked, keys.to(exact).transpose(1, 2)).view(kv_heads, -1, count, tokens)
+    scores = torch.bmm(asked, widened(keys).transpose(1, 2)).view(kv_heads, -1, count, tokens)
     scores.masked_fill_(~reach[:, None], -torch.inf)
     return scores.softmax(-1).nan_to_num_(0).view(heads, count, tokens)
 
@@ -582,10 +534,8 @@ def _weights(
 def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """Return which `count` tokens of each head stay, bool `[kv_heads, tokens]`.
 
-    Those of the highest scores; of tokens with the same score, the newer. O(tokens).
+    The tokens of the highest scores stay; of tokens with the same score, the newer. O(tokens).
     """
-    import torch  # noqa: PLC0415 - see the module
-
     bar = _bar(scores, count)
     keep = scores >= bar
     if int(keep.count_nonzero()) > count * len(keep):
@@ -600,11 +550,9 @@ def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
 def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count`-th highest score of each head, `[kv_heads, 1]`.
 
-    Of few among many, the others are left out first: those below what seems, from every 16th
-    token, to be a bar a little too low. That takes a third of the time.
+    If few tokens of many stay, most others are left out first: those below a bar that is
+    estimated from every 16th token, a little too low. That takes a third of the time.
     """
-    import torch  # noqa: PLC0415 - see the module
-
     if scores.shape[1] < FEW * count:
         return scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values
     sample, rank = scores[:, ::SAMPLED], count // SAMPLED
@@ -620,12 +568,10 @@ def _bar(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> torch.Tensor:
-    """Return where the first `kept` places of `into` are among the `held` of `table`.
+    """Return the places in `table`, of `held` tokens, of the first `kept` places of `into`.
 
-    -1 where they are not: in a new block, or behind the last token.
+    -1 for a place in a new block, or behind the last token.
     """
-    import torch  # noqa: PLC0415 - see the module
-
     number = {block: place for place, block in enumerate(table)}
     blocks = torch.tensor([number.get(block, -1) for block in into])
     places = blocks.repeat_interleave(size) * size + torch.arange(size).repeat(len(blocks))
@@ -634,13 +580,11 @@ def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> to
 
 
 def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the place before of each place after, and which tokens stay where they are.
+    """Return the place before of each place after, and whether its token stays in place.
 
-    Both `[kv_heads, kept]`. `keep` says which places before stay, and `back` which of them
-    the places after are (`_places_before`).
+    Both `[kv_heads, kept]`. `keep` is True for each place before with a token that stays, and
+    `back` has the place before of each place after (`_places_before`).
     """
-    import torch  # noqa: PLC0415 - see the module
-
     there = back >= 0
     stays = torch.zeros(len(keep), len(back), dtype=torch.bool)
     stays[:, there] = keep[:, back[there]]

@@ -1,4 +1,4 @@
-"""The contract of drafters on tensors: which tokens they draft, and which tensors they read."""
+"""The contract of drafters on tensors, which draft tokens that the served model verifies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import attrs
 
 from kvcore.cache import Ids
-from kvcore.engine.backend import Backend, Tensor
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.backend import Backend
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.generator import Generator
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import PolicyError
@@ -41,9 +41,9 @@ class Draft(NamedTuple):
     """Tokens that are drafted for a sequence.
 
     Attributes:
-        tokens: token ids, in order; none: nothing is drafted.
-        probabilities: `[tokens, vocabulary]`, from which each was drawn; None: they were not
-            drawn, but chosen.
+        tokens: token ids, in order; empty: nothing is drafted.
+        probabilities: distributions that the tokens were drawn from, `[tokens, vocabulary]`;
+            None: the tokens were not drawn, but chosen.
     """
 
     tokens: Sequence[int] = ()
@@ -53,7 +53,7 @@ class Draft(NamedTuple):
 class TokenDrafter(Drafter):
     """Drafts tokens for sequences whose token ids are known. The easy tier is `draft`.
 
-    Deterministic: what it drafts follows from the tokens of a sequence and its seed.
+    Deterministic: the drafts for a sequence follow from its tokens and its seed.
     """
 
     def load(self, generator: Generator, backend: Backend, seed: int) -> None:
@@ -82,7 +82,7 @@ class TokenDrafter(Drafter):
         """Called with the prompt tokens that a step computes, and their requests' ids."""
 
     def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
-        """Called after a step, for each sequence that has a new newest token.
+        """Called after a step, with the ids of requests that have a new newest token.
 
-        `rows` are the rows of `generator.states` that these were drawn from.
+        `rows` are the rows of `generator.states` that these tokens were drawn from.
         """

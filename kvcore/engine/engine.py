@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import attrs
 
@@ -14,6 +13,7 @@ from kvcore.cache import KVCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.executor import Clock, TensorExecutor
 from kvcore.engine.generator import Generator
+from kvcore.engine.speculation import SpeculativeTensorExecutor
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.plugins.manager import resolve
@@ -21,11 +21,9 @@ from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.acceptance import DraftedStep, write_acceptance
 from kvcore.serving.calibration import MeasuredStep
+from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, serving_parts
-
-if TYPE_CHECKING:
-    from kvcore.serving.drafter import Drafter
 
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)
@@ -36,8 +34,7 @@ class RunResult(Result):
         outputs: generated token ids, by request id.
         steps: duration of each step, under the wall clock; empty under the model's.
         scheduler: the scheduler of the run.
-        drafted: what became of the drafts of every step of a request; empty without a
-            drafter.
+        drafted: outcome of the drafts of every step of a request; empty without a drafter.
     """
 
     outputs: dict[int | str, list[int]]
@@ -50,7 +47,7 @@ class RunResult(Result):
 
         Raises:
             InputError: the run had no drafter.
-            StorageError: the disk refused what was written.
+            StorageError: the file cannot be written.
         """
         if self.log.drafts is None:
             msg = "no drafts were verified: run with a drafter, such as prompt-lookup"
@@ -79,7 +76,7 @@ def run(
     residency: bool = True,
     drafter: Drafter | type[Drafter] | str | None = None,
 ) -> RunResult:
-    """Serve `workload` by computing it. All decisions are those of `simulate`.
+    """Serve `workload` by computing it on tensors. All decisions are those of `simulate`.
 
     Token ids are derived from the block keys of the requests (see `TokenStream`), so equal
     keys have equal K/V. The whole pool is allocated on the backend's device.
@@ -91,33 +88,33 @@ def run(
             with a trace.
         generator: computes K/V and next tokens; an instance that is not in use, a class, or
             a text such as `transformer:layers=1`.
-        backend: stores K/V and computes attention; given as the generator is.
+        backend: stores K/V and computes attention; an instance, a class or a text.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
-        codec: how K/V is kept, such as `int8`; None: as it is computed.
+        codec: codes the stored K/V, such as `int8`; None: K/V is stored as it is computed.
         scheduler: decides which jobs run; None is the `fcfs` plugin.
         latency: gives the duration of a step under the model's clock; None is the
             `roofline` plugin.
         batching: caps of a step; None is `Batching()`.
-        slo: SLO of the requests that bring none of their own.
+        slo: SLO of the requests that have none of their own.
         rate_scale: factor by which open-loop requests arrive faster than recorded.
-        clock: `model`: a step takes as long as `latency` says, so that a trace is that of
-            `simulate` but for its header; `wall`: as long as it takes here. Requests
-            arrive by the same clock, without waiting for it.
+        clock: `model`: a step takes the duration that `latency` returns, so that a trace is
+            that of `simulate` except for its header; `wall`: the time that it takes on this
+            machine. Requests arrive by the same clock, without waiting for it.
         stop_at_eos: whether a text may end before its output is complete; wall clock only.
         seed: seed of token ids and samples.
         threads: number of threads of the host that compute; None: one for a tiny model, else
-            as many as the backend's library takes and this process may use. Set for this run
-            alone.
+            the default of the backend's library, up to the CPUs of this process. Set for this
+            run alone.
         fragmentation: whether to measure the use of memory, as for `simulate`.
         residency: whether to measure how long blocks rest, as for `simulate`.
-        drafter: drafts tokens that a step verifies; given as the generator is. None: a step
-            gives one token a sequence.
+        drafter: drafts tokens that a step verifies; an instance, a class or a text. None: a
+            step generates one token a sequence.
 
     Raises:
         InputError: the arguments do not fit one another, the backend or the generator
-            cannot compute in this dtype or shape, a tier cannot be had, or the workload is out
-            of order.
-        PolicyError: a plugin failed, or the scheduler lets nothing run.
+            cannot compute in this dtype or shape, a tier cannot be opened, or the workload is
+            out of order.
+        PolicyError: a plugin failed, or the scheduler selects nothing to run.
         StorageError: the pool does not fit into the device's memory.
     """
     check_cache(cache, "run")
@@ -138,24 +135,20 @@ def run(
         if requests is workload and first is not None:
             workload = chain((first,), requests)
     with built_backend.limit_threads(threads, built_generator.spec):
-        executor_of: Callable[..., TensorExecutor] = TensorExecutor
+        parts = cache, built_generator, built_backend, latency
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "codec": resolve("codec", codec),
+            "clock": clock,
+            "stop_at_eos": stop_at_eos,
+            "seed": seed,
+            "texts": texts,
+        }
         built_drafter: Drafter | None = resolve("drafter", drafter)
-        if built_drafter is not None:
-            from kvcore.engine.speculation import SpeculativeTensorExecutor  # noqa: PLC0415
-
-            executor_of = partial(SpeculativeTensorExecutor, drafter=built_drafter)
-        executor = executor_of(
-            cache,
-            built_generator,
-            built_backend,
-            latency,
-            dtype=dtype,
-            codec=resolve("codec", codec),
-            clock=clock,
-            stop_at_eos=stop_at_eos,
-            seed=seed,
-            texts=texts,
-        )
+        if built_drafter is None:
+            executor = TensorExecutor(*parts, **options)
+        else:
+            executor = SpeculativeTensorExecutor(*parts, drafter=built_drafter, **options)
         whole = False
         try:
             loop, took = serve(
@@ -183,5 +176,5 @@ def run(
         steps=executor.measured,
         scheduler=scheduler,
         drafter=built_drafter,
-        drafted=getattr(executor, "drafted", []),
+        drafted=executor.drafted,
     )

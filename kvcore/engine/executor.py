@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
 from kvcore.cache import BlockPool, Ids, KVCache
-from kvcore.engine.backend import Backend, Tensor, TensorLayout
+from kvcore.cache.sequence import Sequence as HeldSequence
+from kvcore.engine.backend import Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.compaction import Compactor, token_retention
-from kvcore.engine.generator import Attend, AttendOptions, Generator
-from kvcore.engine.rotary import Rotation
+from kvcore.engine.generator import Attend, Generator, attend_through
+from kvcore.engine.retention import token_retention
 from kvcore.engine.tokens import TokenStream
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.codec import Codec
@@ -22,6 +23,7 @@ from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
+from kvcore.serving.acceptance import DraftedStep
 from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS, format_bytes
@@ -35,10 +37,11 @@ Clock = Literal["model", "wall"]
 
 @attrs.frozen
 class ScheduledSequence:
-    """The share of one job in a step; the batch has a column for each field.
+    """The new tokens of one job in a step; the batch has a column for each field.
 
     Attributes:
-        job, stream: the job, and the token ids of its request.
+        job, seq: the job, and its sequence in the cache.
+        stream: the token ids of its request.
         block_table, context: as in `RaggedBatch`.
         position: position of the first new token in the sequence.
         token_ids: the new tokens.
@@ -46,6 +49,7 @@ class ScheduledSequence:
     """
 
     job: Job
+    seq: HeldSequence
     stream: TokenStream
     block_table: Ids
     context: int
@@ -55,27 +59,29 @@ class ScheduledSequence:
 
 
 class TensorExecutor:
-    """Computes every step: a generator's K/V in the blocks of a backend.
+    """Computes every step with a generator, its K/V in the blocks of a backend.
 
     The batch of a step has the prefill chunks, in the order of the plan, then one token for
     each decoding job. Costs O(blocks of the jobs) a step besides the computation.
 
     Args:
-        cache: the cache whose block tables say where K/V lies.
+        cache: the cache with the block tables of the sequences.
         generator: computes K/V and next tokens; must not be in use.
         backend: stores K/V and computes attention; must not be in use.
         latency: gives the duration of a step under the model's clock, and the estimates
-            that schedulers ask for.
+            for schedulers.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
-        codec: how K/V is kept; None: as it is computed.
+        codec: codes the stored K/V; None: K/V is stored as it is computed.
         clock: `model` or `wall`, as for `run`.
         stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
         seed: seed of token ids and samples.
-        texts: whether requests bring their token ids, for tiers that outlive the run.
+        texts: whether requests have token ids of their own, for tiers that outlive the run.
 
     Attributes:
         streams: token ids of the requests that have run, by request id.
         measured: duration of each step so far, under the wall clock.
+        drafted: outcome of the drafts of each step of a sequence, in a derived class that
+            verifies drafts.
 
     Raises:
         InputError: the arguments do not fit one another, or the generator or the backend
@@ -107,6 +113,7 @@ class TensorExecutor:
         self.plugins: tuple[Plugin, ...] = (latency, generator, backend)
         self.streams: dict[int | str, TokenStream] = {}
         self.measured: list[MeasuredStep] = []
+        self.drafted: list[DraftedStep] = []
         self._cache = cache
         self._generator, self._backend = generator, backend
         self._wall = clock == "wall"
@@ -120,6 +127,8 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
+        from kvcore.engine.compaction import Compactor  # noqa: PLC0415 - torch
+
         self._compactor = Compactor.of(cache, backend, generator)
         self._mover: TensorMover | None = None
         if cache.tiers is not None:
@@ -129,7 +138,7 @@ class TensorExecutor:
             self._mover = TensorMover(cache.tiers, backend, whose)
 
     def close(self, *, whole: bool) -> None:
-        """Close the tiers; if `whole`, when all that they were given is written."""
+        """Close the tiers; if `whole`, after all queued blocks are written."""
         mover, tiers = self._mover, self._cache.tiers
         if mover is not None and tiers is not None:
             mover.close(whole=whole)
@@ -157,21 +166,21 @@ class TensorExecutor:
         self._backend.synchronize()
         took_ns = perf_counter_ns() - began_ns
         if self._mover is not None:
-            # What the loop has copied and waited for since the last step.
+            # Time in which the loop has copied, and waited, since the last step.
             took_ns += self._mover.spent_ns
             self._mover.spent_ns = 0
         self._measure(sequences, work, took_ns * PS_PER_NS)
         return took_ns * PS_PER_NS
 
     def _prefilled(self, job: Job, tokens: int) -> ScheduledSequence:
-        """Return a chunk of a prefill; the last chunk generates a token if any is wanted."""
+        """Return a chunk of a prefill; the last one generates a token if there is output."""
         last = job.computed + tokens == job.target and job.output_tokens
         return self._scheduled(job, job.computed, tokens, job.generated if last else None)
 
     def _scheduled(
         self, job: Job, position: int, tokens: int, output_index: int | None
     ) -> ScheduledSequence:
-        """Return what the step computes of `job`: `tokens` tokens from `position` on."""
+        """Return the part of `job` in a step: `tokens` tokens from `position` on."""
         request, seq = job.request, job.seq
         assert seq is not None
         stream = self.streams.get(request.id)
@@ -179,27 +188,26 @@ class TensorExecutor:
             stream = TokenStream(request, self._generator.vocabulary, self._seed)
             self.streams[request.id] = stream
         # The table is without the blocks that a retention policy has dropped. K/V carries
-        # its position, so it is attended to alike wherever in the table it lies.
+        # its position, so its place in the table makes no difference to attention.
         context = position - seq.dropped_tokens
         return ScheduledSequence(
             job,
+            seq,
             stream,
-            self._blocks(job, context + tokens),
+            self._blocks(seq, context + tokens),
             context,
             position,
             stream.token_ids(position, position + tokens),
             output_index,
         )
 
-    def _blocks(self, job: Job, tokens: int) -> Ids:
-        """Return the ids of the blocks of the first `tokens` tokens that `job` holds."""
-        assert job.seq is not None
+    def _blocks(self, seq: HeldSequence, tokens: int) -> Ids:
+        """Return the ids of the blocks of the first `tokens` tokens that `seq` holds."""
         blocks = -(-tokens // self._cache.geometry.block_size)
-        return self._cache.block_table(job.seq)[:blocks]
+        return self._cache.block_table(seq)[:blocks]
 
     def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
-        """Return the new tokens of sequences, as generator and backend read them."""
-        held = [each.job.seq for each in sequences if each.job.seq is not None]
+        """Return the batch of the new tokens of sequences."""
         contexts = [each.context for each in sequences]
         return RaggedBatch(
             block_tables=[each.block_table for each in sequences],
@@ -213,7 +221,9 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
-            held_positions=self._compactor.held_positions(held, contexts),
+            held_positions=self._compactor.held_positions(
+                [each.seq for each in sequences], contexts
+            ),
             fuses_rotation=self._backend.fuses_rotation,
         )
 
@@ -222,64 +232,46 @@ class TensorExecutor:
         sequences: Sequence[ScheduledSequence],
         forward: Callable[[RaggedBatch, Attend], list[Any]] | None = None,
     ) -> list[Any]:
-        """Run the generator over the step, by `forward`; its K/V goes through the backend."""
+        """Run the generator, or `forward` in its place, over the step; return its outcomes.
+
+        Raises:
+            PolicyError: a plugin failed, or there is not one outcome for each sequence that
+                samples, and None for the others.
+        """
         generator, backend = self._generator, self._backend
-        held = [each.job.seq for each in sequences if each.job.seq is not None]
         batch = self._batch(sequences)
-        plan = self._call(backend.plan, batch)
-        attended = self._compactor.attend(held, batch)
+        attend = self._compactor.attend([each.seq for each in sequences], batch)
+        through = attend_through(
+            call(backend, backend.plan, batch),
+            partial(call, backend, backend.store_rotated),
+            partial(call, backend, attend),
+        )
         try:
-
-            def attend(
-                layer: int,
-                queries: Tensor,
-                keys: Tensor,
-                values: Tensor,
-                *,
-                rotation: Rotation | None = None,
-                **options: Unpack[AttendOptions],
-            ) -> Tensor:
-                self._call(backend.store_rotated, layer, plan, keys, values, rotation)
-                return self._call(attended, layer, plan, queries, **options)
-
-            return (forward or generator.forward)(batch, attend)
+            outcomes = (forward or generator.forward)(batch, through)
         except KvcoreError:
             raise
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
-
-    def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a method of the backend; report its exceptions as the backend's own."""
-        try:
-            return method(*arguments, **options)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise policy_error(self._backend, method.__name__, error) from error
+        wanted = [each.output_index is not None for each in sequences]
+        if [outcome is not None for outcome in outcomes] != wanted:
+            msg = (
+                f"generator plugin {generator.name!r}: forward() returned {outcomes!r} for "
+                f"{len(sequences)} sequences, of which {sum(wanted)} draw: a token id for each "
+                "of these, None for the others"
+            )
+            raise PolicyError(msg)
+        return outcomes
 
     def _append(
         self, sequences: Sequence[ScheduledSequence], tokens: Sequence[int | None]
     ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
         """Append the generated tokens to their streams.
 
-        Returns the jobs whose text has ended early, with their output tokens, and the jobs
-        that share what they generate, with the keys of newly completed blocks.
-
-        Raises:
-            PolicyError: the generator did not return one token for each sequence that
-                samples, and None for the others.
+        Returns the jobs that have ended early, with their numbers of output tokens, and the
+        jobs that publish their output, with the keys of newly completed blocks.
         """
         ended: list[tuple[Job, int]] = []
         named: list[tuple[Job, Sequence[Key]]] = []
-        wanted = [each.output_index is not None for each in sequences]
-        if [token is not None for token in tokens] != wanted:
-            name, count = self._generator.name, len(sequences)
-            msg = (
-                f"generator plugin {name!r}: forward() returned {tokens!r} for {count} "
-                f"sequences, of which {sum(wanted)} draw: a token id for each of these, None "
-                "for the others"
-            )
-            raise PolicyError(msg)
         for each, token in zip(sequences, tokens, strict=True):
             if token is None:
                 continue
@@ -298,7 +290,7 @@ class TensorExecutor:
     def _measure(
         self, sequences: Sequence[ScheduledSequence], work: StepWork, took_ps: int
     ) -> None:
-        """Record the duration of a step with its counts, as `calibrate` reads them.
+        """Record the duration and the counts of a step, for `calibrate`.
 
         Decoding sequences are the last of the step.
         """
@@ -311,6 +303,16 @@ class TensorExecutor:
         line = len(self.measured) + 2
         counts = work.prefill, work.decode, context
         self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
+
+
+def call(plugin: Plugin, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of a plugin; raise its exceptions as PolicyErrors of the plugin."""
+    try:
+        return method(*arguments, **options)
+    except KvcoreError:
+        raise
+    except FAILURES as error:
+        raise policy_error(plugin, method.__name__, error) from error
 
 
 def tensor_layout(
@@ -340,7 +342,7 @@ def tensor_layout(
 
 
 def _check_codec(backend: Backend, layout: TensorLayout) -> None:
-    """Raise InputError for a codec that the backend would not heed."""
+    """Raise InputError for a codec that the backend would ignore."""
     codec = layout.codec
     if codec is not None and codec.dtype != layout.dtype and not backend.takes_codecs:
         msg = (
@@ -351,7 +353,7 @@ def _check_codec(backend: Backend, layout: TensorLayout) -> None:
 
 
 def _check_memory(generator: Generator, backend: Backend, layout: TensorLayout) -> None:
-    """Raise StorageError if weights that are yet to be made do not fit beside the pool."""
+    """Raise StorageError if the weights, which are made later, do not fit beside the pool."""
     weights, free = generator.weight_bytes(layout.dtype), backend.memory().free
     if weights and free is not None and weights + layout.bytes > free:
         msg = (

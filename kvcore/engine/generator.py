@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Unpack
 
-from kvcore.engine.backend import Backend, Tensor
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.backend import TENSOR_DTYPES, AttendOptions, Backend
+from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.errors import InputError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 from kvcore.serving.latency import Windows
-
-
-class AttendOptions(TypedDict, total=False):
-    """Options of `Backend.attend`. Those left out have the defaults of that method."""
-
-    scale: float | None
-    window: int | None
-    sinks: int
 
 
 class Attend(Protocol):
@@ -39,22 +31,49 @@ class Attend(Protocol):
         """Store the K/V of the step's tokens in the cache; return attention's output.
 
         Shapes and options are those of `Backend.store` and `Backend.attend`. Keys are stored
-        after the `rotation`, if there is one: a generator leaves it to this function where
+        after the `rotation`, if there is one: a generator leaves it to this function if
         `RaggedBatch.fuses_rotation` is True.
         """
+
+
+def attend_through(
+    plan: Any, store: Callable[..., object], attend: Callable[..., Tensor]
+) -> Attend:
+    """Return the `Attend` of a step whose K/V lies in the blocks of a backend.
+
+    Args:
+        plan: the plan that the backend made for the batch of the step.
+        store: `Backend.store_rotated` of that backend.
+        attend: `Backend.attend` of that backend, or the function that `Compactor.attend`
+            returns in its place.
+    """
+
+    def through(
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        store(layer, plan, keys, values, rotation)
+        return attend(layer, plan, queries, **options)
+
+    return through
 
 
 class Generator(Plugin):
     """Turns tokens into K/V and next tokens, layer by layer, through a paged cache.
 
-    Deterministic: what a sequence generates depends on its own tokens and seed alone, never
+    Deterministic: the output of a sequence depends on its own tokens and seed alone, never
     on the other sequences of a batch.
 
     Attributes:
         backend: the backend on whose device the tensors live; set by `load`.
         dtype: the dtype of the computation, one of `TENSOR_DTYPES`; set by `load`.
         states: hidden states from which the last step's tokens were drawn, `[sequences with
-            an output index, hidden]`, for drafters that read them; None: it tells none.
+            an output index, hidden]`, for drafters that read them; None: it exposes none.
     """
 
     kind: ClassVar[str] = "generator"
@@ -82,7 +101,7 @@ class Generator(Plugin):
     def rotary(self) -> tuple[Rotary | None, ...]:
         """The rotary embedding of each layer, known after `load`; None unless overridden.
 
-        Only where keys are cached as this embedding has rotated them.
+        A layer has one only if its keys are cached as this embedding has rotated them.
         """
         return (None,) * self.spec.layers
 
@@ -92,11 +111,11 @@ class Generator(Plugin):
         return frozenset()
 
     def identity(self) -> str:
-        """Return a text of all that the K/V depends on besides tokens and positions.
+        """Return a text that names everything that K/V depends on but tokens and positions.
 
-        Tiers keep K/V for later runs: of two generators that compute different K/V it must
-        differ, and be the same whenever the same one is made again. Its class and its options
-        unless overridden, as one must that reads weights from files.
+        Tiers keep K/V for later runs: generators that compute different K/V have different
+        texts, and a generator that is made again has the same one. It consists of class,
+        options and shape; a generator that reads weights from files overrides it.
         """
         cls = type(self)
         return f"{cls.__module__}.{cls.__qualname__} {self.options()!r} {self.spec!r}"
@@ -114,6 +133,10 @@ class Generator(Plugin):
         Raises:
             InputError: the generator cannot compute in `dtype`.
         """
+        if dtype not in TENSOR_DTYPES:
+            known = ", ".join(TENSOR_DTYPES)
+            msg = f"generator {self.name!r} cannot compute in {dtype!r}; it can in: {known}"
+            raise InputError(msg)
         self.backend = backend
         self.dtype = dtype
 
@@ -121,7 +144,7 @@ class Generator(Plugin):
     def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
         """Run a step: call `attend` once in each layer, in order.
 
-        Returns the next token of each sequence, None where `batch.output_indices` is None.
+        Returns the next token of each sequence; None if its output index is None.
         """
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
@@ -146,7 +169,7 @@ class Generator(Plugin):
         drafts that are sampled.
 
         Raises:
-            InputError: the generator cannot tell; unless overridden.
+            InputError: the generator has no probabilities; unless overridden.
         """
         del batch, attend
         msg = (
@@ -162,9 +185,9 @@ class Generator(Plugin):
         return word_tokens(text, self.vocabulary)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where its next answer begins.
+        """Return the token ids of a chat, up to the beginning of its next answer.
 
-        Unless overridden those of the text `role: content`, a line a message, and of
+        Unless overridden, the text is a line `role: content` for each message, and
         `assistant:` after them.
 
         Args:

@@ -7,21 +7,23 @@ from typing import Literal
 
 import attrs
 
+from kvcore.cache import KVCache
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.engine.backend import Tensor
+from kvcore.engine.batch import Tensor
 from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError
+from kvcore.plugins import find_override
 
 
 @attrs.frozen(kw_only=True)
 class Reads:
-    """The inputs that a policy needs to score tokens; others are neither computed nor kept.
+    """The inputs that a policy needs to score tokens: others are neither computed nor kept.
 
     Attributes:
         keys, values: the K, or the V, of the held tokens.
         attention: the attention that each held token has got so far.
-        queries: of how many of the newest tokens the queries are kept.
+        queries: number of the newest tokens whose queries are kept.
         weights: whether the attention weights of these tokens are computed from the queries.
     """
 
@@ -36,15 +38,15 @@ class Reads:
 class HeldTokens:
     """The tokens that a sequence holds in some of the layers, as a policy scores them.
 
-    Tensors are torch's, and good until `score` returns. A policy may be asked for a few layers
-    at a time: it must not score the tokens of one layer by those of another. What `Reads` does
-    not name is None.
+    Tensors are torch's, and valid until `score` returns. A policy may get a few layers at a
+    time: it must not score the tokens of one layer by the tokens of another. Tensors that
+    `Reads` does not name are None.
 
     Attributes:
         seq: the sequence. Its lengths are those after its compaction.
         layers: the layers, a range of them.
         positions: position in the text of each token, `[layers, kv_heads, tokens]`. Before
-            the first compaction these are alike in all layers and heads.
+            the first compaction these are the same in all layers and heads.
         keys: `[layers, kv_heads, tokens, head_dim]`.
         values: `[layers, kv_heads, tokens, value_dim]`.
         attention: the sum of the attention weights that each token has got, over all query
@@ -57,11 +59,10 @@ class HeldTokens:
         weights: their attention weights over the held tokens,
             `[layers, query_heads, n, tokens]`, causal and within the layer's window, in fp32
             or better.
-        scales: what the layer multiplies q·k by; None: 1 / sqrt(head_dim).
-        windows: attention window of each layer; None: none. Empty, as `scales` and `rotary`
-            may be: None for all.
-        rotary: the rotary embedding of each layer; None where the model has no such, or
-            does not say.
+        scales: factor of q·k in each layer; None: 1 / sqrt(head_dim). Empty, as `windows` and
+            `rotary` may be: None in all layers.
+        windows: attention window of each layer; None: the layer has no window.
+        rotary: the rotary embedding of each layer; None: the layer has none that is known.
     """
 
     seq: Sequence
@@ -79,17 +80,17 @@ class HeldTokens:
 
 
 class TokenRetention(RetentionPolicy):
-    """A retention policy that picks single tokens, by a score.
+    """A retention policy that selects single tokens by a score.
 
-    How many stay is said by `keeps`, which sees lengths alone; `score` says which. Scores are
-    asked for where a sequence has tensors: by a simulation never.
+    `keeps`, which reads lengths alone, returns how many tokens stay; `score` decides which. It
+    is called if the sequence has tensors, in a simulation never.
 
     Attributes:
-        reads: what `score` needs.
+        reads: the tensors that `score` needs.
         sinks: how many of the first tokens of the text stay whatever their score.
-        rebases: whether the tokens that stay are given new positions, one after another up to
-            the newest token. Their keys are rotated by what is missing between them, always
-            from the key as it was computed. Refused where a layer has no `Generator.rotary`.
+        rebases: whether the tokens that stay get new positions, one after another up to the
+            newest token. Keys are rotated by the difference, always from the key as it was
+            computed. An InputError if a layer has no `Generator.rotary`.
     """
 
     reads = Reads()
@@ -99,7 +100,7 @@ class TokenRetention(RetentionPolicy):
     def recent_of(self, seq: Sequence) -> int:
         """Return how many of the newest tokens stay whatever their score: 1 unless overridden.
 
-        As `keeps`, a function of lengths alone.
+        Like `keeps`, it depends on lengths alone.
         """
         del seq
         return 1
@@ -110,15 +111,34 @@ class TokenRetention(RetentionPolicy):
 
         Called when a sequence is compacted. Of tokens with the same score the newer stays.
         The newest tokens (`recent_of`) and the `sinks` stay in any case, and tokens that no
-        later token attends to, since they are out of a layer's window, go first. Finite, and
-        in fp32 or better, so that scores that differ do not tie. The order of tokens means
-        nothing.
+        later token attends to, since they are out of a layer's window, go first. Scores are
+        finite, and in fp32 or better, so that different scores do not tie. The order of tokens
+        has no meaning.
         """
+
+
+def token_retention(cache: KVCache) -> TokenRetention | None:
+    """Return the retention policy of `cache` if it selects single tokens, otherwise None.
+
+    Raises:
+        InputError: the policy defines how many tokens stay, and not which.
+    """
+    retention = cache.retention
+    if isinstance(retention, TokenRetention):
+        return retention
+    if retention is not None and find_override(retention, "keeps") is not None:
+        msg = (
+            f"retention {retention.name!r} says how many tokens stay and not which, so it can "
+            "be simulated and not run: derive it from kvcore.engine.TokenRetention, whose "
+            "score() says which"
+        )
+        raise InputError(msg)
+    return None
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class ScoreRetention(TokenRetention):
-    """Keep the tokens of the highest score, in each layer and K/V head its own.
+    """Keep the tokens of the highest score, separately in each layer and K/V head.
 
     A derived class defines `score`, and `reads` if it needs more than positions.
 

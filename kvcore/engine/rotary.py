@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import attrs
 
-Tensor: TypeAlias = Any
-"""A tensor of torch, or what it makes one of."""
+from kvcore.engine.batch import Tensor
 
 
 @attrs.frozen
 class Rotary:
-    """The rotary embedding of a layer: what tells its keys and queries their positions.
+    """The rotary embedding of a layer, which puts positions into its keys and queries.
 
     Dimension i and its partner are rotated by `position * speeds[i]` radians. A key at
     position p that is rotated by d more is the key at p + d.
@@ -48,9 +45,9 @@ class Rotary:
     def rotation(self, positions: Tensor) -> Rotation:
         """Return the rotation of the keys of a step, whose tokens are at `positions`, `[rows]`.
 
-        The same for all layers with this embedding. Angles are computed in fp64: in fp32 that
-        of position 100,000 would be wrong by 0.004 radians. Tables are in fp32, which holds
-        what keys of up to 32 bits need.
+        It is the same for all layers with this embedding. Angles are computed in fp64: in fp32
+        the angle of position 100,000 would be wrong by 0.004 radians. Tables are in fp32, which
+        is enough for keys of up to 32 bits.
         """
         cos, sin = self.angles(positions)
         return Rotation(cos.float(), sin.float(), adjacent=self.adjacent)
@@ -58,14 +55,14 @@ class Rotary:
 
 @attrs.frozen(eq=False)
 class Rotation:
-    """By which angles the keys of a step are rotated: rows of tables, for `store_rotated`.
+    """The angles by which the keys of a step are rotated: rows of tables, for `store_rotated`.
 
-    Tables may have a row for each new token, as `Rotary.rotation` makes them, or for each
-    position of the longest text, as serving engines keep them, of which `places` names rows.
+    Tables have a row for each new token, as `Rotary.rotation` makes them, or a row for each
+    position of the longest text, as serving engines keep them; `places` then names rows.
 
     Attributes:
         cos, sin: cosines and sines, `[n, pairs]`, tensors of the backend in fp32 or fp64.
-            Twice the pairs are at most the width of a key; what lies beyond is not rotated.
+            Twice the pairs are at most the width of a key; the other numbers are not rotated.
         places: row of the tables for each new token, integers, `[rows]`; None: row i is that
             of token i.
         adjacent: whether partners are 2i and 2i + 1, as GPT-J has them; else i and i + pairs,

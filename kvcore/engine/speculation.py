@@ -1,10 +1,10 @@
 """The executor that verifies drafts: one pass of the model over several tokens a sequence.
 
-What a sequence generates does not depend on a drafter. Tokens that were chosen are accepted
-if they are what the model draws, by the same seed and index as without a drafter: the output
-is the same, token for token. Of tokens that were drawn from probabilities q, x is accepted
-with probability min(1, p(x) / q(x)), else the token is drawn from max(0, p - q), normalized:
-it has the distribution p of the model exactly.
+The output of a sequence does not depend on a drafter. A draft that was chosen is accepted if
+the model draws the same token, by the same seed and index as without a drafter: the output is
+the same, token for token. A draft x that was drawn from probabilities q is accepted with
+probability min(1, p(x) / q(x)), else a token is drawn from max(0, p - q), normalized: the
+token has the distribution p of the model exactly.
 
 Source: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
 decoding", ICML 2023; Chen et al., "Accelerating large language model decoding with speculative
@@ -13,8 +13,8 @@ sampling", 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from collections.abc import Sequence
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any
 
@@ -22,14 +22,13 @@ import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
-from kvcore.engine.executor import ScheduledSequence, TensorExecutor
+from kvcore.engine.executor import ScheduledSequence, TensorExecutor, call
 from kvcore.engine.generator import Attend
-from kvcore.errors import InputError, KvcoreError
-from kvcore.plugins import FAILURES, policy_error
-from kvcore.plugins.base import wrong_answer
+from kvcore.engine.tokens import uniform
+from kvcore.errors import InputError
+from kvcore.plugins import wrong_answer
 from kvcore.request import Key
 from kvcore.serving import Job, StepResult, StepWork
-from kvcore.serving.acceptance import DraftedStep
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.speculation import step_ps, with_drafts
 
@@ -48,9 +47,6 @@ class SpeculativeTensorExecutor(TensorExecutor):
         drafter: drafts the tokens.
         seed: as for `TensorExecutor`, with all its other arguments.
 
-    Attributes:
-        drafted: what became of the drafts of each step of a sequence.
-
     Raises:
         InputError: as `TensorExecutor`; the drafter cannot work here.
     """
@@ -65,12 +61,15 @@ class SpeculativeTensorExecutor(TensorExecutor):
             )
             raise InputError(msg)
         super().__init__(*arguments, seed=seed, **options)
-        drafter.bind()
-        drafter.attach(self.latency, seed)
         self.drafter = drafter
         self.plugins = (*self.plugins, drafter)
-        self.drafted: list[DraftedStep] = []
-        self._ask(drafter.load, self._generator, self._backend, seed)
+        try:
+            drafter.bind()
+            drafter.attach(self.latency, seed)
+            call(drafter, drafter.load, self._generator, self._backend, seed)
+        except BaseException:
+            self.close(whole=False)
+            raise
 
     def speculate(
         self,
@@ -87,50 +86,38 @@ class SpeculativeTensorExecutor(TensorExecutor):
         counts = [len(draft.tokens) for draft in drafts]
         if prefilled:
             ids = [each.job.request.id for each in prefilled]
-            self._ask(self.drafter.on_prefill, ids, self._batch(prefilled))
+            call(self.drafter, self.drafter.on_prefill, ids, self._batch(prefilled))
         behind = [
-            attrs.evolve(
-                first,
-                block_table=self._blocks(first.job, first.context + place + 1),
-                context=first.context + place,
-                position=first.position + place,
-                token_ids=[token],
-                output_index=first.job.generated + place,
-            )
-            for first, draft in zip(newest, drafts, strict=True)
-            for place, token in enumerate(draft.tokens, 1)
+            self._behind(first, draft) for first, draft in zip(newest, drafts, strict=True)
         ]
         # Drafts go before the newest tokens: the last sequences are measured as decoding.
-        sequences = [*prefilled, *behind, *newest]
+        sequences = [*prefilled, *chain.from_iterable(behind), *newest]
         sampled = any(draft.probabilities is not None for draft in drafts)
-        outcomes = self._forward(sequences, self._weigh if sampled else None)
-        first = len(prefilled)
+        outcomes = iter(self._forward(sequences, self._weigh if sampled else None))
         tokens = [
-            drawn(each, row.stream.seed, row.output_index or 0)
-            if isinstance(each, list)
-            else each
-            for each, row in zip(outcomes[:first], prefilled, strict=True)
+            drawn(outcome, row.stream.seed, row.output_index or 0)
+            if isinstance(outcome, list)
+            else outcome
+            for row, outcome in zip(prefilled, outcomes, strict=False)
         ]
         ended, named = self._append(prefilled, tokens)
-        # Where the outcomes of each sequence are: that of its newest token, then of drafts.
-        own, places = len(sequences) - len(newest), []
-        for number, count in enumerate(counts):
-            places.append([own + number, *range(first, first + count)])
-            first += count
+        of_drafts = [[next(outcomes) for _ in each] for each in behind]
         verified = [
-            (count, self._verify(job, draft, [outcomes[at] for at in where], ended, named))
-            for job, draft, count, where in zip(decoding, drafts, counts, places, strict=True)
+            (len(later), self._verify(job, draft, [outcome, *later], ended, named))
+            for job, draft, outcome, later in zip(
+                decoding, drafts, outcomes, of_drafts, strict=True
+            )
         ]
         self.drafted += [
             (job.request.id, job.generated, *each)
             for job, each, limit in zip(decoding, verified, limits, strict=True)
             if limit
         ]
-        lasts = [*range(len(prefilled))]
-        lasts += [
-            where[accepted] for where, (_, accepted) in zip(places, verified, strict=True)
+        lasts = [
+            (first, *later)[accepted]
+            for first, later, (_, accepted) in zip(newest, behind, verified, strict=True)
         ]
-        self._tell(sequences, lasts)
+        self._pass_states(sequences, [*prefilled, *lasts])
         if self._wall:
             whole = with_drafts(work, decoding, counts, self.latency.windows)
             took_ps = self._spent_ps(began_ns, sequences, whole)
@@ -138,13 +125,27 @@ class SpeculativeTensorExecutor(TensorExecutor):
             took_ps = step_ps(self.latency, self.drafter, work, decoding, counts)
         return StepResult(took_ps, ended, named, verified)
 
+    def _behind(self, first: ScheduledSequence, draft: Draft) -> list[ScheduledSequence]:
+        """Return the drafts for a sequence, each as a sequence behind the token before it."""
+        return [
+            attrs.evolve(
+                first,
+                block_table=self._blocks(first.seq, first.context + place + 1),
+                context=first.context + place,
+                position=first.position + place,
+                token_ids=[token],
+                output_index=first.job.generated + place,
+            )
+            for place, token in enumerate(draft.tokens, 1)
+        ]
+
     def _drafts(
         self, newest: Sequence[ScheduledSequence], limits: Sequence[int]
     ) -> list[Draft]:
         """Return drafts for the sequences that may have some, empty ones for the others.
 
         Raises:
-            PolicyError: the drafter failed, or drafted more than it may, or what is no token.
+            PolicyError: the drafter failed, or drafted too many tokens, or ids that are none.
         """
         asked = {
             number: DraftSequence(
@@ -153,7 +154,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 each.position,
                 each.job.generated,
                 limit,
-                self._blocks(each.job, each.context + 1 + limit),
+                self._blocks(each.seq, each.context + 1 + limit),
             )
             for number, (each, limit) in enumerate(zip(newest, limits, strict=True))
             if limit
@@ -161,12 +162,12 @@ class SpeculativeTensorExecutor(TensorExecutor):
         found = [Draft()] * len(newest)
         if not asked:
             return found
-        drafts = self._ask(self.drafter.drafts, [*asked.values()])
+        drafts = call(self.drafter, self.drafter.drafts, [*asked.values()])
         known = range(self._generator.vocabulary)
         for (number, each), draft in zip(asked.items(), drafts, strict=True):
             if len(draft.tokens) > each.most or any(t not in known for t in draft.tokens):
-                call = f"drafts() of up to {each.most} tokens of {len(known)}"
-                raise wrong_answer(self.drafter, call, f"{draft.tokens!r}")
+                asked_for = f"drafts() of up to {each.most} tokens of {len(known)}"
+                raise wrong_answer(self.drafter, asked_for, f"{draft.tokens!r}")
             found[number] = draft
         return found
 
@@ -208,34 +209,21 @@ class SpeculativeTensorExecutor(TensorExecutor):
 
     def _weigh(self, batch: RaggedBatch, attend: Attend) -> list[list[float] | None]:
         """Run the model; return the probabilities of the sequences that sample."""
-        rows = iter(self._generator.probabilities(batch, attend).tolist())
-        return [None if index is None else next(rows) for index in batch.output_indices]
+        return batch.spread(self._generator.probabilities(batch, attend).tolist())
 
-    def _tell(self, sequences: Sequence[ScheduledSequence], lasts: Sequence[int]) -> None:
-        """Pass to the drafter the hidden states that the newest tokens were drawn from."""
-        row_of, rows = {}, 0
-        for number, each in enumerate(sequences):
-            if each.output_index is not None:
-                row_of[number] = rows
-                rows += 1
-        told = [number for number in lasts if number in row_of]
-        ids = [sequences[number].job.request.id for number in told]
-        self._ask(self.drafter.on_drawn, ids, [row_of[number] for number in told])
+    def _pass_states(
+        self, sequences: Sequence[ScheduledSequence], lasts: Sequence[ScheduledSequence]
+    ) -> None:
+        """Pass to the drafter the rows of states that the newest tokens were drawn from.
 
-    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the drafter; report its exceptions as its own."""
-        try:
-            return method(*arguments)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise policy_error(self.drafter, method.__name__, error) from error
-
-
-def uniform(what: str, seed: int, index: int) -> float:
-    """Return the number in [0, 1) that a seed and an index have for `what`."""
-    digest = blake2b(f"{what} {seed} {index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
+        These are the states of `lasts`, some of the `sequences` of the step.
+        """
+        sampled = [each for each in sequences if each.output_index is not None]
+        row_of = {id(each): row for row, each in enumerate(sampled)}
+        drawn_from = [each for each in lasts if id(each) in row_of]
+        ids = [each.job.request.id for each in drawn_from]
+        rows = [row_of[id(each)] for each in drawn_from]
+        call(self.drafter, self.drafter.on_drawn, ids, rows)
 
 
 def drawn(p: Weights, seed: int, index: int) -> int:
@@ -253,7 +241,7 @@ def judged(p: Weights, q: Weights, drafted: int, level: float, other: float) -> 
         q: probabilities that it was drawn from.
         drafted: the token.
         level: a number drawn from [0, 1), by which it is accepted.
-        other: likewise, by which another one is drawn.
+        other: a number drawn from [0, 1), by which another token is drawn.
     """
     if level * q[drafted] < p[drafted]:
         return drafted

@@ -1,23 +1,23 @@
-"""Tiers in a run on tensors: a thread per tier writes and reads what the directory decides.
+"""Tiers in a run on tensors: a thread per tier writes and reads blocks as the tiers decide.
 
     thread of the loop                           thread of a tier
     ------------------                           ----------------
     bytes out of the pool, or a read from the
     tier above, then the write       -- queue -> one call of the store after the other,
-    a read, when a load begins       -- queue -> in the order in which they were asked for
-    bytes into the pool, when it is  <-- done --
-    due: the loop waits for the late
+    a read, when a load begins       -- queue -> in the order in which they were queued
+    bytes into the pool, when the    <-- done --
+    load is due: the loop waits
 
-The order is what makes slots safe: what is read from a slot was asked for before the slot was
-given to another block, and what is read after that waits for the write.
+The order makes slots safe: a read of a slot is queued before the slot gets another block, and a
+read after that waits for the write.
 
-Slots that lie in memory of the host need no thread: the backend copies between the pool and the
-slots, a write when it is asked for, a load when it is due. Who loads from a slot pins it until
-then. What goes on to another tier is copied out of the slot before it is free.
+Slots in memory of the host need no thread: the backend copies between the pool and the slots, a
+write at once, a load when it is due. A load pins its slots until then. Blocks that go on to
+another tier are copied out of a slot before it is free.
 
-No call may take longer than `call_timeout`. The loop, which is the one to wait, gives up a tier
-that does: what is queued there has failed, and nothing is asked of it until the call has come
-back and a pause is over. So a tier that hangs costs time once, and never a wrong text.
+No call may take longer than `call_timeout`. The loop abandons a tier that exceeds it: all calls
+queued there have failed, and it gets no further calls until the late one has returned and a
+pause is over. So a tier that hangs costs time once, and never a wrong text.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ from kvcore.request import Key
 from kvcore.tiers import Level, Part, StoredBlock, Tiers, TierStore, path_ids
 
 SCHEMA = 1
-"""Version of how K/V is named and laid out: raised when old slots are not to be read."""
+"""Version of the names and the layout of stored K/V: raised if old slots must not be read."""
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a call of a store, unless a block has more: the loop copies one while it runs."""
 
 LONG_RUN = 1 << 20
-"""Bytes of slots in a row that pay for a call of the backend; of shorter ones it makes one for
-a chunk, by way of a buffer."""
+"""Bytes of slots in a row that are worth a call of the backend. Shorter runs of a chunk are
+copied by one call, through a buffer."""
 
 QUEUED_BYTES = 64 << 20
-"""Bytes of writes that a tier may lag behind. The loop waits for it beyond that."""
+"""Bytes of queued writes of a tier. The loop waits for the tier beyond that."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds in which a tier that has failed is left alone; doubled by each failure in a row."""
+"""Seconds in which a failed tier gets no calls; doubled by each failure in a row."""
 
 MOST_FREE = 32
-"""Buffers that are kept to be used again: new memory costs as much as a copy."""
+"""Buffers that are kept for reuse: new memory costs as much as a copy."""
 
 _NEVER = float("inf")
 
@@ -75,12 +75,13 @@ class _Task:
 
     Attributes:
         what: the method.
-        blocks: what it is about; of `drop` only the slots count.
-        buffer: memory for what is written or read, `[blocks or more, slot_bytes]`.
+        blocks: the blocks; `drop` reads their slots alone.
+        buffer: memory for the bytes written or read, `[blocks or more, slot_bytes]`.
         source: the read from another tier that fills the buffer before.
-        path: whose blocks a write stores; None for those of a preempted sequence.
-        right: how many of the first blocks are as they should be; known when it is done.
+        path: the path of the blocks that a write stores; None for a preempted sequence.
+        done: whether the call has returned, or is not made any more.
         failed: whether the call failed, was too late, or was not made.
+        right: number of first blocks that were written or read intact; set with `done`.
     """
 
     what: Literal["write", "read", "drop", "present", "close"]
@@ -103,10 +104,10 @@ class _Channel:
 
     Attributes:
         memory: its slots, if the loop itself reads and writes them: nothing is queued then.
-        table: what is in each slot in use; of slots in memory nobody asks.
-        tails: by slot, the partial blocks of preempted sequences, as `swap_out` has them.
+        table: the block in each slot in use; empty for slots in memory.
+        tails: by slot, the partial blocks of preempted sequences, as `swap_out` returned them.
         queued_blocks: blocks of writes that are not done.
-        lost: writes that have failed, which the directory is yet to hear of.
+        lost: writes that have failed, and are not yet reported to the directory.
     """
 
     def __init__(self, level: Level, store: TierStore, changed: Condition) -> None:
@@ -159,7 +160,7 @@ class _Channel:
         return task
 
     def runs(self, slots: Ids) -> Iterator[tuple[int, memoryview]]:
-        """Yield the memory of each run of slots in a row, and which of `slots` begins it."""
+        """Yield each run of slots in a row: the place of its first slot, and its memory."""
         assert self.memory is not None
         first = 0
         for at in range(1, len(slots) + 1):
@@ -168,7 +169,7 @@ class _Channel:
                 first = at
 
     def has_long_runs(self, slots: Ids) -> bool:
-        """Return True if it pays to copy each run of slots by itself."""
+        """Return True if copying each run of slots by itself is fastest."""
         runs = 1 + sum(slot != before + 1 for before, slot in pairwise(slots))
         return runs == 1 or runs * LONG_RUN <= len(slots) * self.level.slot_bytes
 
@@ -218,7 +219,7 @@ class _Channel:
                 self._changed.notify_all()
 
     def _call(self, task: _Task) -> int:
-        """Make a call; return how many of its blocks are right."""
+        """Make a call; return the number of first blocks that are intact."""
         store, blocks = self.store, task.blocks
         if task.what == "close":
             store.close()
@@ -229,7 +230,7 @@ class _Channel:
                 store.write(blocks[: task.known], task.buffer[: task.known])
             return task.known
         else:
-            # Blocks that could not be written may have left something else in their slots.
+            # A slot whose write has failed may hold anything.
             wrong = (at for at, block in enumerate(blocks) if block.slot in self._bad)
             known = next(wrong, len(blocks))
             if not known:
@@ -258,7 +259,7 @@ class _Channel:
         self._changed.notify_all()
 
     def _fail(self, why: str) -> None:
-        """Count a failure, and leave the store alone for a while. Called with the lock held."""
+        """Count a failure, and pause the store. Called with the lock held."""
         self.level.stats.errors += 1
         text = "kvcore: tier %s is left alone for %g s: %s"
         getLogger("kvcore").warning(text, self.level.name, self._pause, why)
@@ -269,7 +270,7 @@ class _Channel:
 class TensorMover:
     """Moves the bytes of a run on tensors between its pool and its tiers.
 
-    Costs two copies of what moves, one here and one in the store; one where the store's slots
+    Moving a block costs two copies, one here and one in the store; or one, if the store's slots
     are in memory that the backend can use, and no level above has a queue.
 
     Attributes:
@@ -277,10 +278,10 @@ class TensorMover:
     """
 
     def __init__(self, tiers: Tiers, backend: Backend, identity: bytes) -> None:
-        """Open the stores, and put what they have kept back into the directories.
+        """Open the stores, and insert the blocks that they have kept into the directories.
 
         Raises:
-            InputError: the backend gives no bytes, the sizes differ, or a tier cannot be had.
+            InputError: the backend gives no bytes, sizes differ, or a tier cannot be opened.
             StorageError: there is too little room for a tier.
         """
         self.spent_ns = 0
@@ -292,7 +293,7 @@ class TensorMover:
         self._channels: dict[Level, _Channel] = {}
         self._check()
         self._chunk = max(1, CHUNK_BYTES // backend.layout.bytes_per_block)
-        # A backend with buffers of its own, such as pinned ones, copies best to and from these.
+        # A backend with buffers of its own, such as pinned ones, copies fastest through them.
         direct = find_override(backend, "host_buffer") is None
         try:
             for level in tiers.levels:
@@ -310,7 +311,7 @@ class TensorMover:
         tiers.describe()
 
     def _check(self) -> None:
-        """Raise InputError if these tiers are not for this backend."""
+        """Raise InputError if the tiers do not fit the backend."""
         tiers, layout = self._tiers, self._backend.layout
         if find_override(self._backend, "read_blocks") is None:
             self._backend.read_blocks((), memoryview(b""))
@@ -326,15 +327,13 @@ class TensorMover:
         if msg:
             raise InputError(msg)
 
-    # What the tiers call.
-
     def is_ready(self, level: Level) -> bool:
-        """Return False while the store of `level` is left alone, since it has failed."""
+        """Return False while the store of `level` is paused, since it has failed."""
         self._abandon_late()
         return self._channels[level].is_ready
 
     def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
-        """Copy blocks of the pool, or request those of `source`, and queue their write."""
+        """Copy blocks of the pool, or of `source`, and queue their write."""
         began = perf_counter_ns()
         channel, slots = self._channels[level], holder.private
         assert slots is not None
@@ -397,8 +396,8 @@ class TensorMover:
     def park(self, level: Level, ids: Ids, holder: Holder) -> None:
         """Copy the private blocks of a preempted sequence, and queue their write.
 
-        The last one, if it is not full, stays here as `swap_out` has it: a codec may not have
-        coded it yet, so that it has no bytes to write.
+        The last one, if it is not full, stays here as `swap_out` returns it: a codec may not
+        have coded it yet, so that it has no bytes to write.
         """
         began = perf_counter_ns()
         channel, slots = self._channels[level], holder.private
@@ -424,7 +423,7 @@ class TensorMover:
         self.spent_ns += perf_counter_ns() - began
 
     def load(self, part: Part) -> None:
-        """Queue the reads of a load; there are none of slots in memory."""
+        """Queue the reads of a load; slots in memory need none."""
         channel, slots = self._channels[part.level], part.slots
         part.data = []
         if channel.memory is not None:
@@ -446,7 +445,7 @@ class TensorMover:
         if channel.memory is not None:
             right = len(ids) - any(slot in channel.tails for slot in slots[-1:])
             self._take(channel, slots[:right], ids)
-        # For all at once: threads that copy in turn spend more time on the lock between them.
+        # All at once: threads that take turns with the loop spend more time on the lock.
         self._wait(lambda: all(task.done for task in part.data))
         for task in part.data:
             if task.right:
@@ -466,7 +465,7 @@ class TensorMover:
         return right
 
     def dropped(self, level: Level, slots: Ids) -> None:
-        """Called when slots are freed; forgets their content."""
+        """Called when slots are freed: their blocks are dropped from the store."""
         channel = self._channels[level]
         blocks = [channel.table.pop(slot) for slot in slots if slot in channel.table]
         for slot in slots:
@@ -477,7 +476,7 @@ class TensorMover:
     def present(self, level: Level, slots: Ids) -> int:
         """Return how many of the first `slots` still have their blocks.
 
-        Only stores from which blocks go by themselves are asked; the loop waits for the answer.
+        Calls only stores that drop blocks by themselves, and waits for the answer.
         """
         channel = self._channels[level]
         if channel.memory is not None or not channel.asks_present:
@@ -489,19 +488,17 @@ class TensorMover:
         return task.right
 
     def lost(self) -> Iterator[tuple[Level, Holder, int]]:
-        """Yield once what could not be written: blocks of a path, from a position on."""
+        """Yield each failed write once: its level and path, and its first lost position."""
         for channel in self._channels.values():
             while channel.lost:
                 task = channel.lost.pop()
                 if task.path is not None:
                     yield channel.level, task.path, task.blocks[0].position + task.right
 
-    # The rest.
-
     def close(self, *, whole: bool) -> None:
-        """Close the stores; if `whole`, when all that is queued is written.
+        """Close the stores; if `whole`, after all queued calls.
 
-        The threads end, but for one whose store hangs.
+        The threads end, except one that waits for a store that hangs.
         """
         channels = [*self._channels.values()]
         if whole:
@@ -551,7 +548,7 @@ class TensorMover:
         return self._free.pop() if self._free else self._backend.host_buffer(self._chunk)
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait until something is so; give up tiers that take too long meanwhile."""
+        """Wait until `until()` is true; abandon tiers that take too long meanwhile."""
         with self._changed:
             while not until():
                 late = self._abandon_late()
@@ -568,7 +565,7 @@ class TensorMover:
 
 
 def chained(parent: bytes, position: int, key: Key) -> bytes:
-    """Return 16 bytes that stand for a block and all before it, of which `parent` does."""
+    """Return 16 bytes that identify a block and, by `parent`, all blocks before it."""
     # `repr` keeps the integer 1 and the text "1" apart.
     text = position.to_bytes(8, "little") + repr(key).encode()
     return blake2b(parent + text, digest_size=16).digest()
@@ -579,8 +576,8 @@ def identity(
 ) -> bytes:
     """Return 16 bytes that identify the K/V: blocks of equal identity are interchangeable.
 
-    That is what computes and what lays it out, how keys stand for tokens (`texts`: by hashing
-    those of the text; else tokens are made up from keys), and what attention leaves out.
+    They depend on generator, backend, layout, seed and retention policy, and on the relation of
+    keys and tokens (`texts`: keys are hashes of tokens; else tokens are derived from keys).
     """
     layout = attrs.asdict(backend.layout, recurse=False, filter=lambda a, _: a.name != "blocks")
     parts = [
@@ -601,7 +598,7 @@ def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]
     """Open the store of a tier; return it with the blocks that an earlier run has left in it.
 
     Raises:
-        InputError: it cannot be had, or gives nothing for longer than a call may take.
+        InputError: it cannot be opened, or does not answer for longer than a call may take.
         StorageError: there is too little room for it.
     """
     tier, pool = level.tier, level.pool
@@ -645,8 +642,8 @@ def _recover(
 ) -> dict[int, StoredBlock]:
     """Insert the blocks `found` in `store` into the directory of `level`.
 
-    What does not follow from the first block of a prompt on, by names that are right, is
-    dropped. Later paths count as used later. O(blocks x paths that share them).
+    A block is dropped unless its name is right, and all blocks before it are there. Later paths
+    count as used later. O(blocks x paths that share them).
     """
     pool, ratio = level.pool, level.tree.geometry.ratio
     right: dict[bytes, StoredBlock] = {}
@@ -658,7 +655,7 @@ def _recover(
             right.setdefault(block.chain, block)
     wrong = [block.slot for block in found if right.get(block.chain) is not block]
     if wrong:
-        with suppress(*FAILURES):  # they are not in the directory, so nothing asks for them
+        with suppress(*FAILURES):  # they are not in the directory, so nothing reads them
             store.drop(wrong)
     table = {block.slot: block for block in right.values()}
     if table:

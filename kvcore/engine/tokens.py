@@ -13,6 +13,17 @@ _BYTES_PER_DRAW = 8
 """Bytes of a digest that one token id is derived from."""
 
 
+def hashed(*parts: object) -> int:
+    """Return a 64-bit hash of the texts of all of `parts`."""
+    written = " ".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(written, digest_size=8).digest(), "little")
+
+
+def uniform(*parts: object) -> float:
+    """Return a number in [0, 1), one of 2^53 evenly spaced, derived from all of `parts`."""
+    return (hashed(*parts) >> 11) / 2**53
+
+
 class TokenStream:
     """The token ids of one request: its prompt, then the tokens generated so far.
 
@@ -34,7 +45,15 @@ class TokenStream:
         InputError: the text has a token id that the vocabulary does not have.
     """
 
-    __slots__ = ("_chain", "_published_keys", "_request", "_vocabulary", "output", "seed")
+    __slots__ = (
+        "_chain",
+        "_last_key",
+        "_published_keys",
+        "_request",
+        "_vocabulary",
+        "output",
+        "seed",
+    )
 
     def __init__(self, request: Request, vocabulary: int, seed: int) -> None:
         if isinstance(request, TextRequest) and max(request.tokens, default=0) >= vocabulary:
@@ -45,8 +64,8 @@ class TokenStream:
             raise InputError(msg)
         self.output: list[int] = []
         self._published_keys = 0
-        digest = blake2b(f"sample {seed} {request.id!r}".encode(), digest_size=8).digest()
-        self.seed = int.from_bytes(digest, "little") >> 1
+        self._last_key: bytes | None = None
+        self.seed = hashed("sample", seed, repr(request.id)) >> 1
         self._request = request
         self._vocabulary = vocabulary
         self._chain: Sequence[Key] = request.keys
@@ -65,7 +84,7 @@ class TokenStream:
     def append(self, token: int) -> int:
         """Append the next output token and return it.
 
-        `token` is what the model sampled; an output key at its position takes its place.
+        `token` is the sampled one; an output key at its position takes its place.
         """
         request = self._request
         if request.output_keys and not isinstance(request, TextRequest):
@@ -78,7 +97,8 @@ class TokenStream:
     def new_keys(self, output: int) -> list[Key]:
         """Return the keys of generated blocks that were completed since the last call.
 
-        Only a `TextRequest` that publishes its output has such keys. O(tokens).
+        Only a `TextRequest` that publishes its output has such keys. O(new tokens); the first
+        keys cost O(prompt) as well.
 
         Args:
             output: number of tokens that the request will have generated at its end.
@@ -89,13 +109,22 @@ class TokenStream:
         size = request.key_tokens
         # The K/V of the last token is never computed.
         known = request.prompt_tokens + min(len(self.output), output - 1)
-        first = request.prompt_tokens // size + self._published_keys
+        whole = request.prompt_tokens // size
+        first = whole + self._published_keys
         if known // size <= first:
             return []
-        ids = [*request.tokens, *self.output[: known - request.prompt_tokens]]
-        keys: list[Key] = [*block_keys(ids, size, salt=request.salt)[first:]]
+        if whole and self._last_key is None:
+            prompt = request.tokens[: whole * size]
+            self._last_key = block_keys(prompt, size, salt=request.salt)[-1]
+        keys = block_keys(
+            self.token_ids(first * size, known),
+            size,
+            salt=request.salt,
+            parent=self._last_key,
+        )
+        self._last_key = keys[-1]
         self._published_keys += len(keys)
-        return keys
+        return [*keys]
 
     def _prompt(self, start: int, stop: int) -> list[int]:
         if isinstance(self._request, TextRequest):

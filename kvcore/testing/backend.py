@@ -528,7 +528,7 @@ class RandomBatch:
         """
         import torch  # noqa: PLC0415 - the kits are imported without it
 
-        from kvcore.testing.dense import DTYPES  # noqa: PLC0415 - likewise
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         random = Random(seed)  # noqa: S311
         sizes = random_layout(random, **fixed)
@@ -552,7 +552,7 @@ class RandomBatch:
                 for _ in range(LAYERS)
                 for tokens in total
             ]
-            rounded = [row.to(DTYPES[layout.dtype]) for row in rows]
+            rounded = [row.to(TORCH_DTYPES[layout.dtype]) for row in rows]
             return [rounded[: len(total)], rounded[len(total) :]]
 
         return cls(

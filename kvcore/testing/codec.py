@@ -90,14 +90,14 @@ class CodecTests:
         """Decoded numbers are within the bound: small ones, great ones, with an offset."""
         import torch  # noqa: PLC0415 - the kits are imported without it
 
-        from kvcore.testing.dense import DTYPES  # noqa: PLC0415 - likewise
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         codec = self.make()
         normal = _rows(self.block_size, self.width)
         spiked = normal.clone()
         spiked[:, :, 3] *= 20  # as keys have it
         for rows in (normal, normal / 100, normal * 50, normal + 10, spiked):
-            given = rows.to(DTYPES[dtype])
+            given = rows.to(TORCH_DTYPES[dtype])
             before = given.clone()
             found = codec.decode(part, codec.encode(part, given))
             assert found.is_floating_point()

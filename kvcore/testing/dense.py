@@ -18,13 +18,7 @@ from kvcore.engine import (
     RaggedBatch,
     Rotation,
 )
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+from kvcore.engine.dtypes import TORCH_DTYPES
 
 
 @attrs.frozen
@@ -46,7 +40,7 @@ class HostTensors:
         found = torch.as_tensor(data)
         if dtype is None and not found.is_floating_point():
             return found
-        return torch.as_tensor(data, dtype=DTYPES[dtype or self.dtype])
+        return torch.as_tensor(data, dtype=TORCH_DTYPES[dtype or self.dtype])
 
 
 def loaded(generator: Generator, dtype: str = "fp64") -> Generator:
@@ -82,9 +76,9 @@ class Text:
 
 
 def next_batch(texts: Sequence[Text], counts: Sequence[int]) -> RaggedBatch:
-    """Return the batch that computes `counts` more tokens of each text, at most those left.
+    """Return the batch that computes `counts` more tokens of each text, without block tables.
 
-    A sequence whose last token it computes generates the next. It has no block tables.
+    Counts are at most `Text.left`. A text whose last token is computed generates the next one.
     """
     spans = [range(t.computed, t.computed + n) for t, n in zip(texts, counts, strict=True)]
     return RaggedBatch(

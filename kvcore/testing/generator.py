@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import attrs
 import pytest
 
-from kvcore.engine import AttendOptions, Backend, Generator, RaggedBatch, Rotation
+from kvcore.engine import (
+    AttendOptions,
+    Backend,
+    Generator,
+    RaggedBatch,
+    Rotation,
+    attend_through,
+)
 from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
@@ -215,7 +222,8 @@ class GeneratorTests:
         self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
     ) -> list[list[_Call]]:
         """Generate over a dense cache; return the calls of `attend` in each step."""
-        from kvcore.testing.dense import DTYPES, DenseCache, advance  # noqa: PLC0415 - torch
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+        from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         cache, steps = DenseCache(), []
         while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
@@ -224,7 +232,7 @@ class GeneratorTests:
             calls: list[_Call] = []
             rows = [i for i, count in zip(running, counts, strict=True) for _ in range(count)]
             attend = cache.attend(running, counts)
-            watched = _watching(attend, rows, calls, DTYPES[generator.dtype])
+            watched = _watching(attend, rows, calls, TORCH_DTYPES[generator.dtype])
             advance(generator, batch, counts, watched)
             steps.append(calls)
         return steps
@@ -311,18 +319,4 @@ def _tables(
 
 def _paged(backend: Backend, batch: RaggedBatch) -> Attend:
     """Return the `Attend` of `batch` over the blocks of `backend`."""
-    plan = backend.plan(batch)
-
-    def attend(
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        rotation: Rotation | None = None,
-        **options: Any,
-    ) -> Tensor:
-        backend.store_rotated(layer, plan, keys, values, rotation)
-        return backend.attend(layer, plan, queries, **options)
-
-    return attend
+    return attend_through(backend.plan(batch), backend.store_rotated, backend.attend)

@@ -6,8 +6,16 @@ import attrs
 import pytest
 from helpers.commands import run_here
 
-from kvcore import Plugins
-from kvcore.bench import BenchResult, Row, Settings, Target, available_suites, caches
+from kvcore import InputError, Plugins
+from kvcore.bench import (
+    BenchResult,
+    Row,
+    Settings,
+    Target,
+    available_suites,
+    caches,
+    run_suites,
+)
 from kvcore.report.bench import BenchReport
 
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
@@ -154,6 +162,12 @@ def test_the_suite_of_a_gpu_on_another_backend():
     assert document["wrong"] == 0
     assert sum(row["correct"] is True for row in document["rows"]) > 10
     assert any("ragged" in row["case"] for row in document["rows"])
+
+
+def test_an_unknown_suite_is_refused():
+    """From Python too it is an error that lists the suites."""
+    with pytest.raises(InputError, match="no suite 'tpu'; there are: cpu, gpu, cache, sim"):
+        run_suites(["tpu"], Settings())
 
 
 def test_a_deadline_ends_a_suite():

@@ -12,7 +12,7 @@ from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
 
-from kvcore_plugins.backend import TorchCPU, _sdpa  # noqa: E402 - these need torch
+from kvcore_plugins.backend import TorchCPU, _sdpa, _step_plan  # noqa: E402 - these need torch
 
 CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
 
@@ -48,7 +48,7 @@ class TestByItself(TestBuiltIn):
     def _narrow(self, monkeypatch):
         monkeypatch.setattr(_sdpa, "CPU_GATHER_BYTES", 1)
         monkeypatch.setattr(_sdpa, "GPU_GATHER_BYTES", 1)
-        monkeypatch.setattr(_sdpa, "MAX_MASK_PAIRS", 500)
+        monkeypatch.setattr(_step_plan, "MAX_MASK_PAIRS", 500)
 
 
 class TestInOneBatch(TestBuiltIn):
@@ -57,7 +57,7 @@ class TestInOneBatch(TestBuiltIn):
     @pytest.fixture(autouse=True)
     def _broad(self, monkeypatch):
         monkeypatch.setattr(_sdpa, "CPU_GATHER_BYTES", 1 << 40)
-        monkeypatch.setattr(_sdpa, "GROUP_SPREAD", 1 << 40)
+        monkeypatch.setattr(_step_plan, "GROUP_SPREAD", 1 << 40)
 
 
 class WithTriton(BackendTests):

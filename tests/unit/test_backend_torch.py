@@ -346,6 +346,18 @@ def test_swapped_blocks_go_where_as_many_are(backend):
         backend.swap_in(host, [3])
 
 
+def test_blocks_are_read_into_memory_that_can_be_written(backend):
+    """Memory that is read-only is refused; what is written into blocks may come from it."""
+    kept = backend.host_buffer(1)
+    backend.read_blocks([1], kept)
+    with pytest.raises(InputError, match="read-only"):
+        backend.read_blocks([1], memoryview(bytes(kept)))
+    backend.write_blocks([2], memoryview(bytes(kept)))
+    again = backend.host_buffer(1)
+    backend.read_blocks([2], again)
+    assert bytes(again) == bytes(kept)
+
+
 def test_unknown_dtype(backend):
     """A tensor's dtype is one of the four."""
     with pytest.raises(InputError, match="dtype 'fp8' is not known; there are: fp64"):

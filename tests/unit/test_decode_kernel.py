@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'
 from helpers.decoding import Decoding  # noqa: E402 - needs torch
 
 from kvcore_plugins.backend import _triton_decode  # noqa: E402 - needs Triton
+from kvcore_plugins.backend._step_plan import LayerKind  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.skipif(
     not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"
@@ -35,7 +36,7 @@ def test_a_long_sequence_beside_short_ones():
     made.kernel.programs = 1
     made.check()
     plan = made.backend.plan(RaggedBatch(made.tables, [1099, 2, 89], [1, 1, 1]))
-    (part,) = plan.parts(made.backend._kernel._divider, 4, None, 0)
+    (part,) = plan.parts(LayerKind(4, None, 0))
     work = part.plan.work
     lengths = work[:, 3] - work[:, 2]
     assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
@@ -64,7 +65,7 @@ def test_empty_chunks_do_nothing():
     made = Decoding([300, 20], dtype="fp32")
     plan = made.backend.plan(RaggedBatch(made.tables, [299, 19], [1, 1]))
     before = made.backend.attend(0, plan, made.queries)
-    (part,) = plan.parts(made.backend._kernel._divider, 4, None, 0)
+    (part,) = plan.parts(LayerKind(4, None, 0))
     for name, width in (("work", 5), ("splits", 3)):
         given = getattr(part.plan, name)
         padded = torch.cat((given, torch.zeros(4, width, dtype=torch.int32)))

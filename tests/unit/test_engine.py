@@ -3,12 +3,13 @@
 import attrs
 import orjson
 import pytest
-from helpers.engine import ENDS, Exact, Slots, compute, decided, digest
+from helpers.engine import ENDS, VOCABULARY, Exact, Slots, compute, decided, digest
 from helpers.policies import build
 from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, PolicyError, run
+from kvcore.engine import tokens as streams
 from kvcore.request import block_keys, text_request
 from kvcore.serving.calibration import read_steps, write_steps
 from kvcore.trace import check_trace
@@ -117,6 +118,27 @@ def test_generated_blocks_are_shared():
     (told, _) = [line for line in run.lines if line["event"] == "FINISH"]
     keys = block_keys(WORDS[:10] + dense(WORDS[:10], 12), 4)
     assert told["output_keys"] == [key.hex() for key in keys[2:]]
+
+
+@pytest.mark.parametrize("prompt", [3, 4, 10])
+def test_keys_of_an_answer_hash_each_token_once(monkeypatch, prompt):
+    """They are those of the whole text, and do not cost a pass over it for every block."""
+    hashed = []
+
+    def counted(ids, *arguments, **options):
+        hashed.append(len(ids))
+        return block_keys(ids, *arguments, **options)
+
+    monkeypatch.setattr(streams, "block_keys", counted)
+    request = text("a", prompt, 100, publish=True)
+    stream = streams.TokenStream(request, VOCABULARY, 0)
+    keys = []
+    for token in range(100):
+        stream.append(token)
+        keys += stream.new_keys(100)
+    whole = [*request.tokens, *range(99)]
+    assert [*request.keys, *keys] == block_keys(whole, 4)
+    assert sum(hashed) <= len(whole)
 
 
 def test_a_text_that_publishes_nothing():

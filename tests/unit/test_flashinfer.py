@@ -12,6 +12,7 @@ from kvcore_plugins.backend import TorchCPU
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 
 from kvcore_plugins.backend import _flashinfer  # noqa: E402 - needs torch
+from kvcore_plugins.backend._step_plan import LayerKind  # noqa: E402 - needs torch
 
 LENGTHS = [1, 16, 17, 70]
 KV_HEADS, GROUP, WIDTH, BLOCK = 2, 4, 64, 16
@@ -124,8 +125,8 @@ def test_what_it_does_not_do_is_left_to_torch(step):
 def test_heads_that_it_is_not_built_for(step):
     """Other groups of query heads are refused."""
     kernel = step[0]._kernel._divider.kernel
-    assert "7 query heads" in kernel.refusal(7, 0, weighed=False)
-    assert kernel.refusal(8, 0, weighed=False) is None
+    assert "7 query heads" in kernel.refusal(LayerKind(7, None, 0))
+    assert kernel.refusal(LayerKind(8, None, 0)) is None
 
 
 def test_asked_for_where_it_cannot_be():

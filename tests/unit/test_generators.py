@@ -53,7 +53,7 @@ def test_listing_generators_does_not_import_torch():
 
 def test_transformer_without_torch_says_what_to_install(monkeypatch):
     """It is listed as unusable, with the reason."""
-    monkeypatch.setattr("kvcore_plugins.generator._shape.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
     info = next(i for i in Plugins().listing() if i.name == "transformer")
     assert not info.usable
     assert "pip install 'kvcore[torch]'" in Transformer.unavailable()

@@ -101,6 +101,24 @@ def test_a_backend_that_cannot_work(monkeypatch, capsys):
     assert "torch-cpu cannot work here: it is Sunday" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["no-such", "torch-cpu:attention=q"])
+def test_a_backend_that_cannot_be_built(backend, capsys):
+    """An unknown name, or a wrong option, is an error before anything is run."""
+    assert gpu.main(["--backend", backend]) == 3
+    assert "cannot work here" in capsys.readouterr().err
+
+
+def test_a_document_that_cannot_be_written(monkeypatch, tmp_path, capsys):
+    """That is an error before anything is run, and not after ten minutes."""
+    faked(monkeypatch)
+    out = tmp_path / "none" / "gpu.json"
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--backend", "torch-cpu", "--json", str(out)])
+    shown = capsys.readouterr()
+    assert str(out) in shown.err
+    assert not shown.out
+
+
 @pytest.mark.slow
 def test_its_tests_run(tmp_path):
     """Tests of the device run by themselves, in a process, without those of the checkout."""

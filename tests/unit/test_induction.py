@@ -157,5 +157,5 @@ def test_codes_that_pass_are_told_apart():
 
 def test_without_torch_says_what_to_install(monkeypatch):
     """It is listed as unusable, with the reason."""
-    monkeypatch.setattr("kvcore_plugins.generator._shape.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
     assert "pip install 'kvcore[torch]'" in Induction.unavailable()

@@ -18,7 +18,7 @@ from kvcore.engine.speculation import SpeculativeTensorExecutor, inverted, judge
 from kvcore.engine.tokens import TokenStream
 from kvcore.request import text_request
 from kvcore.trace import check_trace
-from kvcore_plugins.drafter import Acceptance
+from kvcore_plugins.drafter import Acceptance, PromptLookup
 
 PLUGINS = Plugins()
 SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
@@ -390,3 +390,63 @@ def test_what_a_model_cannot_be_drafted_with_is_refused():
         torch_run("medusa:texts=2,length=9", "induction")
     with pytest.raises(InputError, match="give more, or a smaller length"):
         torch_run("medusa", blocks=9)
+
+
+def test_a_draft_model_takes_the_options_that_are_given():
+    """Of a generator without a seed none is asked, and a size of 0 is refused as elsewhere."""
+    sizes = "layers=2,heads=4,kv_heads=2,head_dim=8"
+    drafter = PLUGINS.build("drafter", f"draft-model:generator=sincos,vocab_size=31,{sizes}")
+    assert drafter._drafting.vocabulary == 31
+    with pytest.raises(InputError, match="layers"):
+        PLUGINS.build("drafter", "draft-model:layers=0")
+
+
+def test_lengths_that_look_nothing_up():
+    """The shortest n-gram is no longer than the longest."""
+    with pytest.raises(InputError, match="shortest=4 is above longest=3"):
+        PLUGINS.build("drafter", "prompt-lookup:shortest=4")
+
+
+def test_heads_keep_the_states_of_their_sequences_alone():
+    """A state that is kept does not keep those of all other sequences of its step."""
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    drafter = PLUGINS.build("drafter", "medusa")
+    drafter._generator = SimpleNamespace(states=torch.arange(32.0).view(8, 4))
+    drafter.on_drawn(["a"], [5])
+    kept = drafter._states["a"]
+    assert kept.tolist() == [20, 21, 22, 23]
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+def test_a_drafter_that_is_refused_leaves_tiers_closed(tmp_path):
+    """The directory of a tier can be used by the next run."""
+    tiers = [f"disk:memory=1MiB,path={tmp_path}"]
+    with pytest.raises(InputError, match="token ids"):
+        torch_run("draft-model", tiers=tiers)
+    torch_run("prompt-lookup", tiers=tiers)
+
+
+def followed(tokens, longest, shortest, most):
+    """Return what `PromptLookup` drafts, by trying every place."""
+    count = len(tokens)
+    for length in range(min(longest, count - 1), shortest - 1, -1):
+        tail = tokens[count - length :]
+        ends = [e for e in range(length, count) if tokens[e - length : e] == tail]
+        roomy = [end for end in ends if end + most <= count]
+        if ends:
+            end = max(roomy or ends)
+            return tokens[end : end + most]
+    return []
+
+
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 257, 1 << 40]), max_size=30),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    most=st.integers(1, 8),
+)
+def test_lookups_find_the_latest_place(tokens, shortest, more, most):
+    """It is one of whole tokens, of the longest n-gram, with enough tokens behind it if any."""
+    drafter = PromptLookup(longest=shortest + more, shortest=shortest)
+    found = drafter.draft(tokens, most)
+    assert [*found] == followed(tokens, shortest + more, shortest, most)

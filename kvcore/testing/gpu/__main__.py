@@ -1,4 +1,4 @@
-"""Run all that a GPU is needed for, each part by itself, and print one document and one table.
+"""Run all tests and benchmarks that need a GPU, in parts, and print a table and a document.
 
 python -m kvcore.testing.gpu [--backend NAME] [--quick] [--deadline SECONDS] [--json FILE]
 """
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,18 +21,20 @@ from xml.etree import ElementTree as ET
 
 import attrs
 
+from kvcore.errors import InputError, KvcoreError, StorageError
+from kvcore.files import atomic_file
 from kvcore.host import cpus
 from kvcore.plugins import Plugins
 from kvcore.testing.gpu.device_tests import BACKEND, OTHER
 
 DEADLINE = 600.0
-"""Seconds that all of it takes at most."""
+"""Time limit of the whole run, in seconds."""
 
 SHARES = {"conformance": 0.3, "twin": 0.15, "check": 0.15}
-"""Parts of the time that a part may take; the benchmark has what is left."""
+"""Shares of the time limit, by part; the benchmark has the rest."""
 
 WORKERS = 8
-"""Processes at most that run tests side by side: kernels are compiled for many shapes."""
+"""Most processes that run tests side by side: kernels are compiled for many shapes."""
 
 OUTPUT = 4000
 """Characters of the end of a failed part's output that are kept."""
@@ -42,11 +45,11 @@ class Part:
     """Outcome of one part of the run.
 
     Attributes:
-        name: its name.
-        ok: whether all of it is as it should be.
-        summary: what was found, in a line.
+        name: name of the part.
+        ok: whether it has passed.
+        summary: the result, in a line.
         seconds: time that it took.
-        details: what else there is to say, as JSON.
+        details: further results, as JSON.
     """
 
     name: str
@@ -57,40 +60,59 @@ class Part:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 if a part failed, or 3 if the backend cannot work here."""
-    asked = _parser().parse_args(arguments)
-    end = monotonic() + asked.deadline
-    cls = Plugins().get("backend", asked.backend.partition(":")[0])
-    reason = cls.unavailable()
+    """Run the command; return 0, 1 if a part failed, or 3 if the backend cannot work here.
+
+    Exits with 2 for wrong arguments, and if the document cannot be written.
+    """
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    reason = _unavailable(asked.backend)
     if reason:
         sys.stderr.write(f"kvcore.testing.gpu: {asked.backend} cannot work here: {reason}\n")
         return 3
+    try:
+        with nullcontext() if asked.json is None else atomic_file(asked.json) as file:
+            document = _run_parts(asked.backend, asked.deadline, quick=asked.quick)
+            print(json.dumps(document, indent=2), file=file)
+    except (InputError, StorageError) as error:
+        parser.error(str(error))
+    return 0 if document["ok"] else 1
+
+
+def _unavailable(backend: str) -> str | None:
+    """Return why a backend cannot be built here; None if it can."""
+    plugins = Plugins()
+    try:
+        reason: str | None = plugins.get("backend", backend.partition(":")[0]).unavailable()
+        if reason is None:
+            plugins.build("backend", backend)
+    except KvcoreError as error:
+        reason = str(error)
+    return reason
+
+
+def _run_parts(backend: str, deadline: float, *, quick: bool) -> dict[str, Any]:
+    """Run all parts, print a line for each, and return the document with their outcomes."""
+    end = monotonic() + deadline
     parts = []
     with TemporaryDirectory() as folder:
         for name, run in (
             ("conformance", _tests("TestConformance")),
             ("twin", _tests("test_twin")),
             ("check", _bench("--check", "--quick")),
-            ("bench", _bench(*(["--quick"] if asked.quick else []))),
+            ("bench", _bench(*(["--quick"] if quick else []))),
         ):
-            left = end - monotonic()
-            limit = min(left, SHARES.get(name, 1.0) * asked.deadline)
-            parts.append(_part(name, run, asked.backend, Path(folder), limit))
-            found = parts[-1]
-            told = "ok" if found.ok else "FAILED"
-            print(f"{name:12} {told:7} {found.seconds:5.0f} s  {found.summary}", flush=True)  # noqa: T201
-    document = {
+            limit = min(end - monotonic(), SHARES.get(name, 1.0) * deadline)
+            part = _part(name, run, backend, Path(folder), limit)
+            parts.append(part)
+            outcome = "ok" if part.ok else "FAILED"
+            print(f"{name:12} {outcome:7} {part.seconds:5.0f} s  {part.summary}", flush=True)  # noqa: T201
+    return {
         "schema": 1,
-        "backend": asked.backend,
+        "backend": backend,
         "ok": all(part.ok for part in parts),
         "parts": {part.name: attrs.asdict(part) for part in parts},
     }
-    text = json.dumps(document, indent=2)
-    if asked.json is None:
-        print(text)  # noqa: T201
-    else:
-        asked.json.write_text(text + "\n")
-    return 0 if document["ok"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +132,7 @@ Run = Callable[[str, Path, float], tuple[bool, str, dict[str, Any]]]
 
 
 def _part(name: str, run: Run, backend: str, folder: Path, limit: float) -> Part:
-    """Run a part, and say what became of it."""
+    """Run a part, and return its outcome."""
     begun = monotonic()
     if limit <= 1:
         return Part(name, False, "not run: no time was left", 0.0, {})  # noqa: FBT003
@@ -161,7 +183,7 @@ def _tests(chosen: str) -> Run:
 
 
 def _bench(*options: str) -> Run:
-    """Return what runs `kvcore bench gpu` with options."""
+    """Return a function that runs `kvcore bench gpu` with options."""
 
     def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
         out = folder / "bench.json"
@@ -172,8 +194,8 @@ def _bench(*options: str) -> Run:
         ]
         done = _run(command, limit, {}, folder)
         if not out.exists():
-            told = f"kvcore bench exited with {done.returncode}"
-            return False, told, {"output": _end(done.stdout)}
+            summary = f"kvcore bench exited with {done.returncode}"
+            return False, summary, {"output": _end(done.stdout)}
         document = json.loads(out.read_bytes())
         rows = document["rows"]
         wrong = document["wrong"]

@@ -1,6 +1,6 @@
-"""What a backend on a device must do, run by the command and not collected otherwise.
+"""Tests of a backend on a device, for the command; pytest does not collect them otherwise.
 
-The backend is named by an environment variable, and so is the one that it is compared with.
+Environment variables name the backend, and the one that it is compared with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcore import Backend, Plugins
 from kvcore.testing.backend import BackendTests
 
 BACKEND, OTHER = "KVCORE_TESTED_BACKEND", "KVCORE_OTHER_BACKEND"
-"""Environment variables: the backend that is tested, and the one that it must agree with."""
+"""Environment variables with the tested backend, and the one that it must agree with."""
 
 SMALL = "transformer:layers=2,hidden=64,heads=8,kv_heads=2,head_dim=16,vocab_size=97"
 
@@ -31,14 +31,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "drafts": {"blocks": 400, "drafter": "prompt-lookup"},
     "tier": {"blocks": 24, "tier": "host:memory=1GiB"},
 }
-"""Runs of the engine, by what is special about each."""
+"""Options of runs of the engine, by name."""
 
 
 class TestConformance(BackendTests):
     """The kit that every backend passes, on this one."""
 
     def make(self) -> Backend:
-        """Build it."""
+        """Return the tested backend."""
         return built(BACKEND)
 
 
@@ -65,6 +65,6 @@ def outputs(variable: str, **options: Any) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_twin(options: dict[str, Any]) -> None:
-    """The engine generates on the device, token for token, what it does on the other one."""
+    """The engine generates the same tokens on the device as on the other backend."""
     found, expected = (outputs(variable, **options) for variable in (BACKEND, OTHER))
     assert found == expected

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvcore import InputError
 from kvcore.engine import TensorLayout
+from kvcore.engine.dtypes import PLANE_DTYPES, TORCH_DTYPES
 from kvcore.models.codec import Codec, Part, Plane
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import wrong_answer
 from kvcore_plugins.backend._pool import (
-    TORCH_DTYPES,
     Gather,
     Half,
     Pool,
@@ -31,23 +31,16 @@ from kvcore_plugins.backend._pool import (
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.store import Target
 
-PLANE_DTYPES = TORCH_DTYPES | {
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "fp8-e4m3": torch.float8_e4m3fn,
-    "fp8-e5m2": torch.float8_e5m2,
-}
-
 
 class Stage:
     """The blocks of a half that wait, as computed, until they are full and can be coded.
 
     Attributes:
-        rows: what they hold, `[rows, kv_heads, block_size, width]`; grows, and is used again.
+        rows: their content, `[rows, kv_heads, block_size, width]`; grows, and is reused.
     """
 
     def __init__(self, rows: Tensor) -> None:
-        """Keep a tensor without rows, for its shape, dtype and device."""
+        """Store a tensor without rows, for its shape, dtype and device."""
         self.rows = rows
         self._row_of: dict[int, int] = {}
         self._free: list[int] = []
@@ -61,11 +54,11 @@ class Stage:
         return iter(self._row_of)
 
     def __getitem__(self, block: int) -> Tensor:
-        """Return what a block holds, `[kv_heads, block_size, width]`: not a copy."""
+        """Return the content of a block, `[kv_heads, block_size, width]`: not a copy."""
         return self.rows[self._row_of[block]]
 
     def row(self, block: int) -> int:
-        """Return the row of a block, which is taken for it if it had none."""
+        """Return the row of a block; allocate one if it has none."""
         row = self._row_of.get(block)
         if row is None:
             if not self._free:
@@ -87,13 +80,13 @@ class Stage:
 class CodedHalf(Half):
     """K or V of one layer, coded.
 
-    Planes are kept as bytes, one row for each block and head, so that all dtypes are copied
-    alike. Where the codec codes whole blocks, one that is not full waits on the stage:
+    Planes are kept as bytes, one row for each block and head, so that all dtypes are copied in
+    the same way. If the codec codes whole blocks, a block that is not full waits on the stage:
 
         planes    | coded | coded |  ///  | coded |     rows for all blocks
         stage                     | K K _ |             rows for some, in `layout.dtype`
 
-    It is read from there, and its planes mean nothing. When its last slot is written, it is
+    It is read from there, and its planes are undefined. When its last slot is written, it is
     coded. A later write into a coded block puts it back on the stage, decoded.
 
     Attributes:
@@ -174,7 +167,7 @@ class CodedHalf(Half):
         return Target.of(self._codec, self._part, dtype, self._token_planes)
 
     def content(self, blocks: Sequence[int]) -> Tensor:
-        """Return what `blocks` hold, `[blocks, kv_heads, block_size, width]`."""
+        """Return the content of `blocks`, `[blocks, kv_heads, block_size, width]`."""
         ids = torch.tensor([*blocks], dtype=torch.int64)
         _, kv_heads, size, width = self.shape
         rows = ids * kv_heads + torch.arange(kv_heads)[:, None]
@@ -182,11 +175,11 @@ class CodedHalf(Half):
         return found.view(kv_heads, len(ids), size, width).transpose(0, 1)
 
     def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
-        """Move tokens, as `Backend.move_tokens` says.
+        """Move tokens, as `Backend.move_tokens` does.
 
-        Coded bytes are moved where each token has its own. Of codecs by block, every changed
-        block is coded anew, but the last, which goes to the stage unless its last slot is
-        written.
+        Coded bytes are moved if each token is coded by itself. With a codec by block, every
+        changed block is coded again, except the last: it goes to the stage unless its last
+        slot is written.
         """
         size, kv_heads = self.shape[2], self.shape[1]
         heads, sources, targets = moves
@@ -234,7 +227,7 @@ class CodedHalf(Half):
                 plane[self._upload(torch.tensor([*blocks], dtype=torch.int64))] = head
 
     def copy_stage(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy what is on the stage of the sources, `(source, target)`."""
+        """Copy the blocks on the stage that are sources of pairs, `(source, target)`."""
         staged = [
             (target, self.stage[source].clone())
             for source, target in pairs
@@ -261,7 +254,7 @@ class CodedHalf(Half):
         return [plane.view(rows, -1) for plane in self.planes]
 
     def _shape(self, plane: Plane, tokens: int) -> tuple[int, ...]:
-        """Return the shape of a plane of so many tokens."""
+        """Return the shape of a plane of `tokens` tokens."""
         return (tokens, *plane.shape[1:]) if self.by_token else plane.shape
 
     def _put(self, blocks: list[int], content: Tensor) -> None:
@@ -321,8 +314,8 @@ class SwappedBlocks:
 
     Attributes:
         planes: their bytes in all planes of all layers, `[blocks, bytes]`.
-        staged: for each half of the pool which of them were on the stage, by their place.
-        content: what these held there, one after the other.
+        staged: for each half of the pool the places of the blocks that were on the stage.
+        content: the content of these blocks, one after the other.
     """
 
     planes: Tensor
@@ -373,6 +366,16 @@ class CodedPool(Pool):
         """Bytes of the stages."""
         return sum(half.stage.rows.nbytes for half in self.halves)
 
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Raise InputError: the blocks hold codes."""
+        del layer
+        assert self.layout.codec is not None
+        msg = (
+            f"codec {self.layout.codec.name!r} keeps codes in the blocks: there is no memory "
+            "of K/V to hand out; use `read`, which decodes"
+        )
+        raise InputError(msg)
+
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks, `(source, target)`; all are read before one is written."""
         both = list(pairs)
@@ -383,7 +386,7 @@ class CodedPool(Pool):
     def swap_out(
         self, blocks: Sequence[int], host: Tensor, transfer: Transfer
     ) -> SwappedBlocks:
-        """Copy blocks to the host, into `[len(blocks), bytes]`; return what has them."""
+        """Copy blocks to the host, into `[len(blocks), bytes]`, with those on the stage."""
         staged = [
             [place for place, block in enumerate(blocks) if block in half.stage]
             for half in self.halves
@@ -399,7 +402,7 @@ class CodedPool(Pool):
         return SwappedBlocks(super().swap_out(blocks, host, transfer), staged, kept)
 
     def swap_in(self, host: SwappedBlocks, blocks: Sequence[int], transfer: Transfer) -> None:
-        """Write what `swap_out` returned into `blocks`."""
+        """Write the content that `swap_out` returned into `blocks`."""
         super().swap_in(host.planes, blocks, transfer)
         content, begin = self.upload(host.content), 0
         for half, places in zip(self.halves, host.staged, strict=True):
@@ -414,7 +417,7 @@ class CodedPool(Pool):
         """Copy the bytes of blocks in all planes.
 
         Raises:
-            InputError: a block is not full yet, so that there are none.
+            InputError: a block is not full yet, so that it has no bytes.
         """
         waiting = [b for b in blocks if any(b in half.stage for half in self.halves)]
         if waiting:
@@ -423,7 +426,7 @@ class CodedPool(Pool):
         super().read_bytes(blocks, into, transfer)
 
     def write_bytes(self, blocks: Sequence[int], data: Tensor, transfer: Transfer) -> None:
-        """Write what `read_bytes` has read into `blocks`, which are full then."""
+        """Write the bytes that `read_bytes` has read into `blocks`, which are full then."""
         super().write_bytes(blocks, data, transfer)
         for half in self.halves:
             half.stage.drop(blocks)

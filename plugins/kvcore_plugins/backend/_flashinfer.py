@@ -1,4 +1,4 @@
-"""Attention of single new tokens by FlashInfer, where somebody has it."""
+"""Attention of single new tokens by FlashInfer, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
 from kvcore_plugins.backend._pool import LayerTensor, Pool
+from kvcore_plugins.backend._step_plan import DecodeKernel, LayerKind, NewToken
 
 WIDTHS = (64, 128, 256)
 """Numbers of a head that FlashInfer is built for."""
 
 GROUPS = (1, 2, 4, 8, 16)
-"""Query heads that share a K/V head, likewise."""
+"""Numbers of query heads that share a K/V head, of the same builds."""
 
 WORKSPACE_BYTES = 128 << 20
 """Memory for the parts of split contexts, as FlashInfer recommends it."""
@@ -48,12 +48,12 @@ def uncovered(pool: Pool) -> str | None:
 
 @attrs.frozen(eq=False)
 class FlashInferPlan:
-    """The decoding sequences of a step, as FlashInfer is told of them.
+    """The decoding sequences of a step, as arguments of FlashInfer.
 
     Attributes:
         rows: their rows in the step.
         table: `indptr`, `indices` and `last_page_len` of its `plan`, in host memory.
-        window: tokens that each attends to; None: all.
+        window: number of tokens that each attends to; None: all.
     """
 
     rows: Tensor
@@ -72,31 +72,25 @@ class FlashInferDecode(DecodeKernel):
         """Store a pool for which `uncovered` is None; `make` stands in for the wrapper."""
         self._pool = pool
         self._make = make or import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
-        # Zeros, as it asks for.
+        # FlashInfer needs zeros.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        # By query heads, window and scale, what attends and the plan that it was told last.
+        # By query heads, window and scale: a wrapper, and the plan that it has.
         self._wrappers: dict[tuple[int, int | None, float | None], list[Any]] = {}
 
-    def refusal(self, group: int, sinks: int, *, weighed: bool) -> str | None:
-        """Return why FlashInfer does not do it, or None."""
-        if group not in GROUPS:
-            return f"FlashInfer does not take {group} query heads of a K/V head"
-        if sinks:
+    def refusal(self, kind: LayerKind) -> str | None:
+        """Return why FlashInfer cannot attend in layers of a kind; None if it can."""
+        if kind.group not in GROUPS:
+            return f"FlashInfer does not take {kind.group} query heads of a K/V head"
+        if kind.sinks:
             return "FlashInfer's windows have no sinks"
-        if weighed:
+        if kind.weighed:
             return "FlashInfer does not return attention weights"
         return None
 
     def plan(
-        self,
-        singles: list[Single],
-        tables: list[Tensor],
-        group: int,
-        window: int | None,
-        sinks: int,
+        self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
     ) -> FlashInferPlan:
         """List the blocks of the sequences. O(blocks)."""
-        del group, sinks
         size = self._pool.layout.block_size
         held = [tables[single.number][: single.context // size + 1] for single in singles]
         counts = torch.tensor([0, *map(len, held)], dtype=torch.int32)
@@ -107,7 +101,7 @@ class FlashInferDecode(DecodeKernel):
             torch.tensor(last, dtype=torch.int32),
         )
         rows = torch.tensor([single.row for single in singles])
-        return FlashInferPlan(self._pool.upload(rows), table, window)
+        return FlashInferPlan(self._pool.upload(rows), table, kind.window)
 
     def attend(
         self,
@@ -120,18 +114,15 @@ class FlashInferDecode(DecodeKernel):
     ) -> None:
         """Compute the rows of the plan."""
         assert sums is None
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        assert isinstance(keys, LayerTensor)
-        assert isinstance(values, LayerTensor)
-        wrapper = self._told(plan, queries.shape[2], scale)
+        wrapper = self._planned(plan, queries.shape[2], scale)
         asked = queries.index_select(0, plan.rows)
-        found = wrapper.run(asked.flatten(1, 2), (keys.blocks, values.blocks))
+        found = wrapper.run(asked.flatten(1, 2), self._pool.layer_blocks(layer))
         out.index_copy_(0, plan.rows, found.view_as(asked))
 
-    def _told(self, plan: FlashInferPlan, group: int, scale: float | None) -> Any:
-        """Return what attends with these heads and this scale, once it knows the plan.
+    def _planned(self, plan: FlashInferPlan, group: int, scale: float | None) -> Any:
+        """Return the wrapper for `group` query heads a K/V head and a scale, with the plan.
 
-        It is told once for all layers of a kind: that is work of the host.
+        The plan is passed once for all layers of a kind, since that is work of the host.
         """
         kind = group, plan.window, scale
         kept = self._wrappers.get(kind)

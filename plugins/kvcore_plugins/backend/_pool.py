@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch, Rotation, TensorLayout
+from kvcore.engine.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.copy import RowMover
@@ -29,15 +30,7 @@ Upload: TypeAlias = Callable[[Tensor], Tensor]
 """Returns a host tensor on the device."""
 
 Transfer: TypeAlias = Callable[[Iterable[tuple[Tensor, Tensor]]], None]
-"""Copies between host and device, `(into, source)`; all is there when it returns."""
-
-
-TORCH_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+"""Copies between host and device, `(into, source)`, and waits for the copies."""
 
 
 def _memory(numbers: Tensor) -> memoryview:
@@ -62,9 +55,9 @@ def gathered(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def allocate(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return untouched memory. On Linux, host memory is asked for in huge pages.
+    """Return untouched memory; on Linux, host memory in huge pages.
 
-    Blocks lie anywhere, and looking up a small page for each takes an eighth of attention.
+    Blocks are read in any order, and looking up small pages takes an eighth of attention.
     """
     if sys.platform != "linux" or device.type != "cpu":
         return torch.empty(numbers, dtype=dtype, device=device)
@@ -76,7 +69,7 @@ def allocate(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 Gather: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Returns the rows of a matrix that an index names, perhaps in memory used before."""
+"""Returns the rows of a matrix at an index, perhaps in memory that is reused."""
 
 
 @attrs.frozen
@@ -86,11 +79,10 @@ class Writes:
     Attributes:
         full: blocks that are written whole.
         full_rows: rows in the step of their tokens, `[blocks, block_size]`.
-        part: of the other blocks that are written: id, first slot, and the slot after the
-            last.
-        part_rows: rows in the step of the tokens of these, `[tokens]`.
-        owners, offsets: for each of these tokens the place of its block in `part`, and its
-            slot there.
+        part: id, first slot, and slot after the last, of each block that is written in part.
+        part_rows: rows in the step of the tokens in blocks of `part`, `[tokens]`.
+        owners, offsets: for each token of `part_rows` the place of its block in `part`, and
+            its slot in the block.
     """
 
     full: list[int]
@@ -161,7 +153,7 @@ class Half(ABC):
     @property
     @abstractmethod
     def target(self) -> Target | None:
-        """Where Triton's kernel writes new K/V, and how; None: it cannot, `store` does."""
+        """The place and the coding for Triton's kernel to write new K/V; None: use `store`."""
 
     @abstractmethod
     def store(self, slots: Tensor, rows: Tensor, writes: Writes | None) -> None:
@@ -226,7 +218,7 @@ class LayerTensor(Half):
 
     @property
     def target(self) -> Target | None:
-        """Where Triton's kernel writes new K/V; None where it is not used."""
+        """The place for Triton's kernel to write new K/V; None if it is not used."""
         if not kernels_for(self.by_token.device):
             return None
         from kvcore_plugins.backend.kernels.store import PLAIN, Target  # noqa: PLC0415 - Triton's
@@ -336,7 +328,7 @@ class Pool:
     ) -> None:
         """Write K and V of new tokens, `[tokens, kv_heads, width]` each, the keys rotated.
 
-        What Triton's kernel can write is one launch, K and V together.
+        If Triton's kernel can write K and V, it does so in one launch.
         """
         halves = self.keys[layer], self.values[layer]
         new = []
@@ -354,8 +346,8 @@ class Pool:
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks, `(source, target)`; all are read before one is written.
 
-        Where a source is another pair's target, it is put aside before anything is written;
-        the others, which nothing waits for, go straight to their places.
+        A source that is another pair's target is put aside before anything is written; the
+        other sources are copied straight to their targets.
         """
         both = [(source, target) for source, target in pairs if source != target]
         if not both:
@@ -384,7 +376,7 @@ class Pool:
         aside: Sequence[tuple[int, int]],
         straight: Sequence[tuple[int, int]],
     ) -> None:
-        """Copy pairs by a kernel: those `straight` at once, the others by way of a stage."""
+        """Copy the pairs `straight` by a kernel, and the pairs `aside` through a stage."""
         held = None
         if aside:
             held = mover.gather(self._ids([source for source, _ in aside]))
@@ -394,28 +386,50 @@ class Pool:
         if held is not None:
             mover.scatter(held, self._ids([target for _, target in aside]))
 
-    def read_heads(self, part: Half, blocks: Sequence[int], gather: Gather) -> Tensor:
-        """Return a copy of what `blocks` hold of each head, `[kv_heads, tokens, width]`."""
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the memory of K and of V of a layer."""
+        keys, values = self.keys[layer], self.values[layer]
+        assert isinstance(keys, LayerTensor)
+        assert isinstance(values, LayerTensor)
+        return keys.blocks, values.blocks
+
+    def read_heads(
+        self, part: Half, blocks: Sequence[int], gather: Gather | None = None
+    ) -> Tensor:
+        """Return a copy of K or V of `blocks`, `[kv_heads, tokens, width]`."""
         kv_heads = self.layout.kv_heads
         ids = torch.tensor([*blocks], dtype=torch.int64)
         rows = ids * part.row_stride + torch.arange(kv_heads)[:, None]
-        return part.heads(self.upload(rows.flatten()), ids, slice(0, kv_heads), gather)
+        index = self.upload(rows.flatten())
+        return part.heads(index, ids, slice(0, kv_heads), gather or gathered)
+
+    def host_rows(self, memory: memoryview, blocks: int) -> Tensor:
+        """Return memory of the host as a tensor, `[blocks, bytes]`: not a copy.
+
+        Raises:
+            InputError: it has another size.
+        """
+        size = self.layout.bytes_per_block
+        if memory.nbytes != blocks * size:
+            msg = f"{blocks} blocks of {size} bytes do not go into {memory.nbytes} bytes"
+            raise InputError(msg)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(blocks, size)
 
     def swap_out(self, blocks: Sequence[int], host: Tensor, transfer: Transfer) -> Any:
-        """Copy blocks to the host, into `[len(blocks), bytes]`; return what has them."""
+        """Copy blocks to the host, into `[len(blocks), bytes]`; return their content."""
         Pool.read_bytes(self, blocks, host, transfer)
         return host
 
     def swap_in(self, host: Any, blocks: Sequence[int], transfer: Transfer) -> None:
-        """Write what `swap_out` returned into `blocks`."""
+        """Write the content that `swap_out` returned into `blocks`."""
         Pool.write_bytes(self, blocks, host, transfer)
 
     def read_bytes(self, blocks: Sequence[int], into: Tensor, transfer: Transfer) -> None:
         """Copy the bytes of blocks into memory of the host, `[len(blocks), bytes]`.
 
-        Each row goes where it belongs in one copy, rows of some KiB one by one: a call of torch
-        takes as long as it takes to copy 64 KiB. A GPU gathers rows on a stage, which is one
-        copy, unless they are long enough to go by themselves.
+        Each row is copied once, rows of some KiB one by one: a call of torch takes as long as a
+        copy of 64 KiB. A GPU gathers rows on a stage, which is copied at once, unless each row
+        is long enough for a copy of its own.
         """
         if self.device != into.device:
             if self._has_long_runs:
@@ -434,7 +448,7 @@ class Pool:
                 torch.index_select(matrix, 0, ids, out=into[:, columns])
 
     def write_bytes(self, blocks: Sequence[int], data: Tensor, transfer: Transfer) -> None:
-        """Write what `read_bytes` has read into `blocks`."""
+        """Write the bytes that `read_bytes` has read into `blocks`."""
         if self.device != data.device:
             if self._has_long_runs:
                 transfer((row, part) for part, row in self._runs(blocks, data))
@@ -468,14 +482,14 @@ class Pool:
         return stage
 
     def _runs(self, blocks: Sequence[int], host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each row of blocks: where it lies on the host, and where in the pool."""
+        """Yield each row of blocks: the part on the host, and the part of the pool."""
         for place, block in enumerate(blocks):
             for matrix, columns in self._columns:
                 yield host[place, columns], matrix[block]
 
     @cached_property
     def _mover(self) -> RowMover | None:
-        """What moves rows by one kernel; None where Triton is missing, or on the host."""
+        """Moves rows by one kernel; None without Triton, or on the host."""
         if not kernels_for(self.device):
             return None
         from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: PLC0415 - Triton's
@@ -489,7 +503,7 @@ class Pool:
 
     @cached_property
     def _columns(self) -> list[tuple[Tensor, slice]]:
-        """The matrices as bytes, without what pads a block, each with its place in a block."""
+        """The matrices as bytes, without padding, each with its columns in a whole block."""
         layout, begin, found = self.layout, 0, []
         for matrix in self.matrices:
             rows = matrix.view(torch.uint8)
@@ -521,7 +535,7 @@ class Pool:
                 matrix.index_fill_(0, ids, value)
 
     def host_tables(self, batch: RaggedBatch) -> list[Tensor]:
-        """Return block tables in host memory, cut to what their sequences hold. O(blocks).
+        """Return block tables in host memory, cut to the length of their sequences. O(blocks).
 
         Raises:
             InputError: there is no sequence, a sequence computes nothing or has too few
@@ -563,7 +577,7 @@ class Pool:
         return Writes.of(batch, tables, self.layout.block_size)
 
     def slots(self, batch: RaggedBatch, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return where K and V of the new tokens go: rows of `LayerTensor.by_token`.
+        """Return the slots of K and V of the new tokens: rows of `LayerTensor.by_token`.
 
         `[rows * kv_heads]` each, on the device; the same rows in every layer.
         """
@@ -573,7 +587,7 @@ class Pool:
         sequence = torch.repeat_interleave(lengths)
         starts = lengths.cumsum(0) - lengths - torch.tensor(batch.contexts)
         places = torch.arange(len(sequence)) - starts[sequence]
-        # All tables are laid end to end; `firsts` says where each of them begins.
+        # All tables are laid end to end; `firsts` has the beginning of each.
         firsts = torch.tensor([0, *accumulate(map(len, tables[:-1]))])
         blocks = torch.cat(tables)[firsts[sequence] + places // size]
         keys, values = (

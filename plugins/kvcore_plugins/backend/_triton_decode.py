@@ -1,4 +1,4 @@
-"""Attention of decoding sequences by Triton: what is covered, the plan, the launch."""
+"""Attention of decoding sequences by Triton: limits, plan and launch of the kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from kvcore_plugins.backend._coded_pool import PLANE_DTYPES, CodedHalf, CodedPool
-from kvcore_plugins.backend._decode_kernel import DecodeKernel, Single
+from kvcore.engine.dtypes import PLANE_DTYPES
+from kvcore_plugins.backend._coded_pool import CodedHalf, CodedPool
 from kvcore_plugins.backend._pool import Half, LayerTensor, Pool
+from kvcore_plugins.backend._step_plan import DecodeKernel, LayerKind, NewToken
 from kvcore_plugins.backend.kernels import decode
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
 
@@ -30,16 +31,16 @@ In fp32, which tensor cores do not multiply exactly, registers hold a quarter of
 """
 
 PER_MULTIPROCESSOR = 4
-"""Programs that a multiprocessor runs at once: so many chunks are one full wave."""
+"""Programs that a multiprocessor runs at once, in a full wave of chunks."""
 
 MULTIPROCESSORS = 132
-"""Those of an H100 or H200, assumed where there is no GPU."""
+"""Multiprocessors of an H100 or H200, assumed without a GPU."""
 
 FINER = 4
 """How much shorter chunks are where contexts differ, so that the last ones end together."""
 
 EVEN = 8
-"""Contexts are alike if the longest is longer than the mean by an eighth at most."""
+"""Contexts are even if the longest is longer than the mean by an eighth at most."""
 
 LEAST_CHUNK = 128
 """Tokens of a chunk at least, unless the context is shorter."""
@@ -104,10 +105,10 @@ class Coding:
     """How kernels read the numbers of a pool.
 
     Attributes:
-        way: one of those of the kernels.
+        way: the coding, a constant of `kernels.decode` such as `PLAIN`.
         bits: see `decode._widened`.
         fp8: dtype that numbers are read as; None: as they are, or as bytes.
-        keys, values: what scores, and outputs, are multiplied by.
+        keys, values: factors of scores and of outputs.
         packed: numbers in a byte.
     """
 
@@ -140,7 +141,7 @@ class Coding:
         return cls(decode.FP8, bits, dtype, keys=factor, values=factor)
 
     def read(self, half: Half) -> tuple[Tensor, Tensor | None]:
-        """Return the numbers of K or V of a layer, and what a codec has for each token."""
+        """Return the numbers of K or V of a layer, and the scales or grids of its tokens."""
         if isinstance(half, LayerTensor):
             return half.by_token, None
         assert isinstance(half, CodedHalf)
@@ -156,7 +157,7 @@ class Coding:
 
 @attrs.frozen(eq=False)
 class DecodePlan:
-    """What programs do for the decoding sequences of a step, in all layers of a kind.
+    """The work list of programs for the decoding sequences of a step, in layers of a kind.
 
     Attributes:
         singles: the new tokens.
@@ -172,7 +173,7 @@ class DecodePlan:
         windowed: whether a chunk may begin inside a block.
     """
 
-    singles: list[Single]
+    singles: list[NewToken]
     firsts: list[int]
     work: Tensor
     splits: Tensor
@@ -182,10 +183,10 @@ class DecodePlan:
 
 
 def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
-    """Return how many tokens a chunk has at most, for sequences that attend to `lengths`.
+    """Return the most tokens of a chunk, for sequences that attend to `lengths` tokens.
 
-    Where these are alike, `programs` chunks run at once: one wave, and never a second with
-    few programs. Where they differ, chunks are so short that the last to end does not matter.
+    If lengths are even, chunks make one wave of up to `programs` programs, and no second wave
+    with few. If they differ, chunks are so short that the last one to end does not matter.
     """
     count, total, longest = len(lengths), sum(lengths), max(lengths)
     if EVEN * longest * count <= (EVEN + 1) * total:
@@ -193,6 +194,39 @@ def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
     else:
         chunk = -(-total * heads // (FINER * programs))
     return max(chunk, LEAST_CHUNK)
+
+
+def _attended_ranges(singles: list[NewToken], kind: LayerKind) -> list[tuple[int, int, int]]:
+    """Return the ranges of tokens that new tokens attend to: place in `singles`, begin, end."""
+    ranges = []
+    for place, single in enumerate(singles):
+        end = single.context + 1
+        begin = 0 if kind.window is None else max(0, end - kind.window)
+        if begin <= kind.sinks:
+            begin = 0
+        elif kind.sinks:
+            ranges.append((place, 0, kind.sinks))
+        ranges.append((place, begin, end))
+    return ranges
+
+
+def _cut(
+    ranges: list[tuple[int, int, int]], most: int, tile: int, part: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the chunks of ranges, of up to `most` tokens in tiles: places, begins and ends.
+
+    Chunks of a range have equally many tiles; the first begins at a multiple of `part`.
+    """
+    owners, begins, ends = torch.tensor(ranges).unbind(1)
+    firsts = begins // part * part
+    counts = -(-(ends - firsts) // most)
+    steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
+    counts = -(-(ends - firsts) // steps)
+    which = torch.repeat_interleave(counts)
+    number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+    lows = torch.maximum(firsts[which] + number * steps[which], begins[which])
+    highs = torch.minimum(firsts[which] + (number + 1) * steps[which], ends[which])
+    return owners[which], lows, highs
 
 
 class TritonDecode(DecodeKernel):
@@ -206,7 +240,7 @@ class TritonDecode(DecodeKernel):
     """
 
     def __init__(self, pool: Pool) -> None:
-        """Look at a pool for which `uncovered` is None."""
+        """Choose tiles and strides for a pool for which `uncovered` is None."""
         self._pool, layout = pool, pool.layout
         self._coding = coding = Coding.of(pool)
         dot = DOTS[pool.dtype]
@@ -229,7 +263,7 @@ class TritonDecode(DecodeKernel):
         units = [
             gcd(16, width, stride) for width, stride in zip(widths, self._strides, strict=True)
         ]
-        # What all kernels are given, and what those that read values are given besides.
+        # Arguments of all kernels, and further ones of those that read values.
         self._keys = {
             "full": layout.head_dim,
             "width": widths[0],
@@ -253,48 +287,26 @@ class TritonDecode(DecodeKernel):
             multiprocessors = properties.multi_processor_count
         self.programs = PER_MULTIPROCESSOR * multiprocessors
 
-    def refusal(self, group: int, sinks: int, *, weighed: bool) -> str | None:
-        """Return why the kernels cannot attend from so many query heads of a K/V head."""
-        del sinks, weighed
-        if group > MOST_GROUP:
-            return f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not {group}"
+    def refusal(self, kind: LayerKind) -> str | None:
+        """Return why the kernels cannot attend in layers of a kind; None if they can."""
+        if kind.group > MOST_GROUP:
+            return (
+                f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not "
+                f"{kind.group}"
+            )
         return None
 
     def plan(
-        self,
-        singles: list[Single],
-        tables: list[Tensor],
-        group: int,
-        window: int | None,
-        sinks: int,
+        self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
     ) -> DecodePlan:
-        """Divide what new tokens attend to into chunks. O(blocks), one copy to the device."""
-        del group
+        """Divide the contexts of new tokens into chunks. O(blocks), one copy to the device."""
         part, tile = min(self._tile, self._pool.layout.block_size), self._tile
-        ranges = []
-        for place, single in enumerate(singles):
-            end = single.context + 1
-            begin = 0 if window is None else max(0, end - window)
-            if begin <= sinks:
-                begin = 0
-            elif sinks:
-                ranges.append((place, 0, sinks))
-            ranges.append((place, begin, end))
+        ranges = _attended_ranges(singles, kind)
         lengths = [0] * len(singles)
         for place, begin, end in ranges:
             lengths[place] += end - begin
         most = chunk_of(lengths, self._pool.layout.kv_heads, self.programs)
-        # Chunks of a range are equally long, in tiles; the first begins with a block.
-        owners, begins, ends = torch.tensor(ranges).unbind(1)
-        firsts = begins // part * part
-        counts = -(-(ends - firsts) // most)
-        steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
-        counts = -(-(ends - firsts) // steps)
-        which = torch.repeat_interleave(counts)
-        number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
-        lows = torch.maximum(firsts[which] + number * steps[which], begins[which])
-        highs = torch.minimum(firsts[which] + (number + 1) * steps[which], ends[which])
-        owner = owners[which]
+        owner, lows, highs = _cut(ranges, most, tile, part)
         chunks = torch.bincount(owner, minlength=len(singles))
         divided = chunks > 1
         slots = torch.where(divided[owner], divided[owner].cumsum(0) - 1, -1)
@@ -316,7 +328,7 @@ class TritonDecode(DecodeKernel):
             sent[bounds[0] : bounds[1]].view(-1, 3),
             sent[bounds[1] :],
             int(there.sum()),
-            window is not None and part > 1,
+            kind.window is not None and part > 1,
         )
 
     def attend(

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, get_args
 
 import attrs
 
 from kvcore import Backend, InputError, StorageError
-from kvcore.engine import RaggedBatch, Rotation, TensorLayout
+from kvcore.engine import AttendOptions, RaggedBatch, Rotation, TensorLayout
 from kvcore.host import cpus
 from kvcore.models.codec import Part
 from kvcore.models.spec import ModelSpec
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcore_plugins.backend._decode_kernel import DecodeKernel
     from kvcore_plugins.backend._pool import Pool
-    from kvcore_plugins.backend._sdpa import Sdpa, StepPlan
+    from kvcore_plugins.backend._sdpa import Sdpa
+    from kvcore_plugins.backend._step_plan import DecodeKernel, StepPlan
 
 
 ONE_THREAD = 10**7
 """Parameters that a token passes, up to which one thread computes a step.
 
-A step of some sequences of such a model is a few ms in tens of parallel regions. A second
-idle core saves nothing of that, and one that another process wants costs each region a time
-slice, as long as the step: 6 million parameters, a row, took 2.0 ms with one thread, 2.3 ms
-with two, and 92 ms with two that had to share their cores.
+A step of some sequences of such a model is a few ms in tens of parallel regions. A second idle
+core does not make it faster, and a core that is shared with another process costs each region a
+time slice, as long as the step: 6 million parameters, a row, took 2.0 ms with one thread, 2.3
+ms with two, and 92 ms with two that had to share their cores.
 """
 
 
 Attention: TypeAlias = Literal["triton", "sdpa", "flashinfer"]
-"""What computes attention."""
+"""Names of the implementations of attention."""
 
 
 attention_validator = attrs.validators.optional(attrs.validators.in_(get_args(Attention)))
@@ -47,8 +47,8 @@ attention_validator = attrs.validators.optional(attrs.validators.in_(get_args(At
 class TorchBackend(Backend):
     """Keeps K/V in one torch tensor, or the planes of a codec, a tensor each.
 
-    A derived class names the device, and overrides `upload`, `transfer`, `host_rows` and
-    `stage` where that is not the host.
+    A derived class defines the device, and overrides `upload`, `transfer`, `host_rows` and
+    `stage` if that is not the host.
     """
 
     takes_codecs: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class TorchBackend(Backend):
     )
 
     fallbacks: tuple[str, ...] = attrs.field(init=False, default=())
-    """Why torch computes what a kernel was to compute, since `allocate`: each reason once."""
+    """Why torch computes attention in place of a kernel, since `allocate`: each reason once."""
 
     _pool: Pool = attrs.field(init=False, default=None, repr=False)
     _kernel: Sdpa = attrs.field(init=False, default=None, repr=False)
@@ -82,7 +82,7 @@ class TorchBackend(Backend):
         return tensor
 
     def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy between host and device, `(into, source)`; all is there when this returns."""
+        """Copy between host and device, `(into, source)`, and wait for the copies."""
         for into, source in copies:
             into.copy_(source)
 
@@ -128,10 +128,10 @@ class TorchBackend(Backend):
         self.layout = layout
 
     def _decode_kernel(self) -> DecodeKernel | None:
-        """Return what computes decoding sequences; None: torch, as everything else.
+        """Return the kernel that computes decoding sequences; None: torch does.
 
         Raises:
-            InputError: it was asked for, and cannot be had.
+            InputError: the option `attention` names a kernel that cannot work here.
         """
         if self.attention == "sdpa":
             return None
@@ -156,14 +156,14 @@ class TorchBackend(Backend):
         raise InputError(msg)
 
     def _fall_back(self, reason: str) -> None:
-        """Keep and log, once, why torch computes what a kernel was to compute."""
+        """Record and log a reason, once, why torch computes in place of a kernel."""
         if reason not in self.fallbacks:
             self.fallbacks += (reason,)
             text = "%s: attention is by torch's sdpa where a kernel was wanted: %s"
             getLogger("kvcore").warning(text, self.name, reason)
 
     def check(self, layout: TensorLayout) -> None:
-        """Raise InputError for a layout that the device cannot take. None unless overridden."""
+        """Raise InputError for a layout that the device cannot take; no-op by default."""
 
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
         """Return `data` as a tensor on the device.
@@ -173,7 +173,7 @@ class TorchBackend(Backend):
         """
         import torch  # noqa: PLC0415 - see the module
 
-        from kvcore_plugins.backend._pool import TORCH_DTYPES  # noqa: PLC0415 - see the module
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - see the module
 
         if dtype is None:
             found = torch.as_tensor(data)
@@ -186,7 +186,7 @@ class TorchBackend(Backend):
         return self.upload(torch.as_tensor(data, dtype=TORCH_DTYPES[dtype]))
 
     def plan(self, batch: RaggedBatch) -> StepPlan:
-        """Return the slots of the new tokens, and what attention needs of the block tables.
+        """Return the slots of the new tokens, and the block tables for attention.
 
         Raises:
             InputError: there is no sequence, or a block table does not hold its sequence.
@@ -197,9 +197,9 @@ class TorchBackend(Backend):
         """Scatter K/V into the slots.
 
         Raises:
-            InputError: shapes or dtypes are not those of the step and the layout.
+            InputError: shapes or dtypes do not fit the step and the layout.
         """
-        self._store(layer, plan, keys, values, None)
+        TorchBackend.store_rotated(self, layer, plan, keys, values, None)
 
     def store_rotated(
         self,
@@ -212,12 +212,18 @@ class TorchBackend(Backend):
         """Scatter rotated keys and values into the slots; kernels rotate on the way.
 
         Raises:
-            InputError: shapes or dtypes are not those of the step and the layout, or tables
-                of the rotation do not fit the keys.
+            InputError: shapes or dtypes do not fit the step and the layout, or tables of the
+                rotation do not fit the keys.
         """
+        layout, count = self.layout, plan.batch.total_tokens
         if rotation is not None:
             self._check_rotation(rotation, plan)
-        self._store(layer, plan, keys, values, rotation)
+        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
+        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
+        rows = self.stage(keys.detach()), self.stage(values.detach())
+        slots = plan.key_slots, plan.value_slots
+        turn = rotation if rotation is not None and rotation.pairs else None
+        self._pool.store(layer, slots, rows, plan.writes, turn)
 
     @property
     def fuses_rotation(self) -> bool:
@@ -237,82 +243,42 @@ class TorchBackend(Backend):
             )
             raise InputError(msg)
 
-    def _store(
-        self,
-        layer: int,
-        plan: StepPlan,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation | None,
-    ) -> None:
-        """Scatter K/V, after a look at what is given."""
-        layout, count = self.layout, plan.batch.total_tokens
-        self._match("keys", keys, (count, layout.kv_heads, layout.head_dim))
-        self._match("values", values, (count, layout.kv_heads, layout.value_dim))
-        rows = self.stage(keys.detach()), self.stage(values.detach())
-        slots = plan.key_slots, plan.value_slots
-        turn = rotation if rotation is not None and rotation.pairs else None
-        self._pool.store(layer, slots, rows, plan.writes, turn)
-
     def attend(
-        self,
-        layer: int,
-        plan: StepPlan,
-        queries: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> Tensor:
         """Return attention's output for the new tokens.
 
         Raises:
-            InputError: queries are not those of the step, K/V heads do not divide the query
-                heads, or the window has no token.
+            InputError: queries do not fit the step, K/V heads do not divide the query heads,
+                or the window has no token.
         """
-        return self._attended(layer, plan, queries, scale, window, sinks, None)
+        return self._attended(layer, plan, queries, None, **options)
 
     def attend_weighed(
-        self,
-        layer: int,
-        plan: StepPlan,
-        queries: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        sinks: int = 0,
+        self, layer: int, plan: StepPlan, queries: Tensor, **options: Unpack[AttendOptions]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return what `attend` does, and the summed weights of each sequence.
+        """Return the output of `attend`, and the summed weights of each sequence.
 
-        A step of single tokens computes the weights anyway; a chunk of a prefill takes them
-        piece by piece (`WEIGHED_BYTES`).
+        Weights of a chunk of a prefill are computed piece by piece (`WEIGHED_BYTES`).
 
         Raises:
             InputError: as for `attend`.
         """
-        import torch  # noqa: PLC0415 - see the module
-
-        exact = torch.promote_types(queries.dtype, torch.float32)
-        batch = plan.batch
-        sums = [
-            queries.new_zeros(self.layout.kv_heads, context + length, dtype=exact)
-            for context, length in zip(batch.contexts, batch.lengths, strict=True)
-        ]
-        return self._attended(layer, plan, queries, scale, window, sinks, sums), sums
+        sums = self._kernel.zero_sums(plan, queries)
+        return self._attended(layer, plan, queries, sums, **options), sums
 
     def _attended(
         self,
         layer: int,
         plan: StepPlan,
         queries: Tensor,
-        scale: float | None,
-        window: int | None,
-        sinks: int,
         sums: list[Tensor] | None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: int = 0,
     ) -> Tensor:
-        """Return attention's output, after a look at what is asked."""
-        import torch  # noqa: PLC0415 - see the module
-
+        """Check queries and options; return attention's output, and add weights to `sums`."""
         heads, layout = queries.shape[1], self.layout
         self._match("queries", queries, (plan.batch.total_tokens, heads, layout.head_dim))
         if heads % layout.kv_heads:
@@ -325,8 +291,7 @@ class TorchBackend(Backend):
                 f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
             )
             raise InputError(msg)
-        with torch.no_grad():
-            return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
+        return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer.
@@ -334,17 +299,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: a codec stores codes there, not K/V.
         """
-        from kvcore_plugins.backend._pool import LayerTensor  # noqa: PLC0415 - as above
-
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        if isinstance(keys, LayerTensor) and isinstance(values, LayerTensor):
-            return keys.blocks, values.blocks
-        assert self.layout.codec is not None
-        msg = (
-            f"codec {self.layout.codec.name!r} keeps codes in the blocks: there is no memory "
-            "of K/V to hand out; use `read`, which decodes"
-        )
-        raise InputError(msg)
+        return self._pool.layer_blocks(layer)
 
     def move_tokens(
         self, layer: int, table: Sequence[int], into: Sequence[int], moves: Tensor
@@ -366,10 +321,8 @@ class TorchBackend(Backend):
 
         Fresh memory costs a CPU more than the copy: `reuse` takes that of attention.
         """
-        from kvcore_plugins.backend._pool import gathered  # noqa: PLC0415 - see the module
-
         halves = self._pool.keys if part == "keys" else self._pool.values
-        gather = self._kernel.gather(part) if reuse else gathered
+        gather = self._kernel.gather(part) if reuse else None
         return self._pool.read_heads(halves[layer], table, gather)[:, :tokens]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -382,7 +335,7 @@ class TorchBackend(Backend):
         return self._pool.swap_out(blocks, host, self.transfer)
 
     def swap_in(self, host: Any, blocks: Sequence[int]) -> None:
-        """Write what `swap_out` returned.
+        """Write the content that `swap_out` returned.
 
         Raises:
             InputError: another number of blocks was swapped out.
@@ -396,31 +349,26 @@ class TorchBackend(Backend):
         """Copy the bytes of full blocks into memory of the host.
 
         Raises:
-            InputError: a block is not full, or `into` is of another size.
+            InputError: a block is not full, or `into` is of another size or read-only.
         """
+        if into.readonly:
+            msg = "blocks cannot be read into memory that is read-only: give a buffer"
+            raise InputError(msg)
         if len(blocks):
-            self._pool.read_bytes(blocks, self._as_tensor(blocks, into), self.transfer)
+            rows = self._pool.host_rows(into, len(blocks))
+            self._pool.read_bytes(blocks, rows, self.transfer)
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
-        """Write what `read_blocks` has read into `blocks`.
+        """Write the bytes that `read_blocks` has read into `blocks`.
 
         Raises:
             InputError: `data` is of another size.
         """
         if len(blocks):
-            self._pool.write_bytes(blocks, self._as_tensor(blocks, data), self.transfer)
-
-    def _as_tensor(self, blocks: Sequence[int], memory: memoryview) -> Tensor:
-        """Return memory of the host as a tensor, `[len(blocks), bytes]`: not a copy."""
-        import torch  # noqa: PLC0415 - see the module
-
-        shape = len(blocks), self.layout.bytes_per_block
-        if memory.nbytes != shape[0] * shape[1]:
-            msg = f"{shape[0]} blocks of {shape[1]} bytes do not go into {memory.nbytes} bytes"
-            raise InputError(msg)
-        if memory.readonly:
-            memory = memoryview(bytearray(memory))
-        return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+            if data.readonly:  # torch has no tensors that are
+                data = memoryview(bytearray(data))
+            rows = self._pool.host_rows(data, len(blocks))
+            self._pool.write_bytes(blocks, rows, self.transfer)
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of the blocks."""
@@ -430,8 +378,8 @@ class TorchBackend(Backend):
     def limit_threads(self, count: int | None, model: ModelSpec) -> Iterator[None]:
         """Limit the threads that torch uses in the body to `count`.
 
-        None: one for a model of up to `ONE_THREAD` parameters, else as many as torch is set
-        to, but no more than the CPUs that this process may use.
+        None: one for a model of up to `ONE_THREAD` parameters, else torch's own number, up to
+        the CPUs that this process may use.
 
         Raises:
             InputError: `count` is not 1 to that number.
@@ -474,7 +422,7 @@ def without_triton() -> str | None:
 
 
 def _too_little(layout: TensorLayout, free: int | None, device: str) -> StorageError:
-    """Return an error with the bytes asked for, those free, and how many blocks would fit."""
+    """Return an error with the requested and the free bytes, and the blocks that would fit."""
     asked = (
         f"{layout.blocks:,} blocks of {format_bytes(layout.bytes_per_block)} are "
         f"{format_bytes(layout.bytes)}"

@@ -18,15 +18,15 @@ class TorchCPU(TorchBackend):
     Takes fp64, fp32, fp16 and bf16, and any head size. Needs torch.
 
     Options:
-        attention: what computes attention; `sdpa` is torch's own function over gathered K/V,
-            `triton` the kernel for GPUs, for tests: in Triton's interpreter
-            (`TRITON_INTERPRET=1`). None: `triton` where it can, else `sdpa`.
+        attention: implementation of attention: `sdpa` is torch's own function over gathered
+            K/V, `triton` the kernel for GPUs, for tests: in Triton's interpreter
+            (`TRITON_INTERPRET=1`). None: `triton` if it works here, else `sdpa`.
     """
 
     name: ClassVar[str] = "torch-cpu"
-    moved_bytes: ClassVar[int] = 1 << 20  # what is put aside stays in a core's own cache
+    moved_bytes: ClassVar[int] = 1 << 20  # blocks put aside stay in a core's own cache
 
     def memory(self) -> DeviceMemory:
-        """Return what Linux lets the process use; elsewhere free and total are unknown."""
+        """Return the limits of the process on Linux; elsewhere free and total are unknown."""
         free, total = memory()
         return DeviceMemory(self.allocated, free, total)

@@ -30,10 +30,10 @@ class TorchCUDA(TorchBackend):
     with CUDA, and a driver.
 
     Options:
-        attention: what computes attention of decoding sequences: `triton` is a kernel that
-            reads blocks where they lie, `sdpa` torch's own function over gathered K/V,
-            `flashinfer` the package of that name. None: `triton`, and `sdpa` where that is
-            missing or cannot, which is logged.
+        attention: implementation of attention of decoding sequences: `triton` is a kernel that
+            reads blocks in place, `sdpa` torch's own function over gathered K/V, `flashinfer`
+            the package of that name. None: `triton`, or `sdpa` if Triton is missing or its
+            kernel does not cover the case, which is logged.
         device: number of the GPU.
         pin: whether to stage in pinned memory.
     """
@@ -48,10 +48,10 @@ class TorchCUDA(TorchBackend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Return what is missing: torch, a driver, CUDA in torch, or a GPU."""
+        """Return which part is missing: torch, a driver, CUDA in torch, or a GPU."""
         reason = super().unavailable()
         if reason is None and not any(map(_loads, DRIVERS)):
-            # Asked before torch is imported, which takes seconds.
+            # Before the import of torch, which takes seconds.
             return "there is no NVIDIA driver: use torch-cpu"
         return reason or _without_gpu()
 
@@ -100,7 +100,7 @@ class TorchCUDA(TorchBackend):
     def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy between host and GPU on a stream of its own, after earlier submissions.
 
-        The host waits for these copies alone: what is submitted meanwhile goes on.
+        The host waits for these copies alone: other work goes on meanwhile.
         """
         import torch  # noqa: PLC0415 - as in the base class
 
@@ -119,15 +119,15 @@ class TorchCUDA(TorchBackend):
     def stage(self, rows: Tensor) -> Tensor:
         """Return new K or V on the GPU; from the host it is copied beside the computation.
 
-        Nothing waits on the host: the copy runs on a stream of its own, and what comes next
-        on the current stream waits for it there. Without `pin` copies are from pageable
-        memory, and block.
+        The host does not wait: the copy runs on a stream of its own, and later work of the
+        current stream waits for it there. Without `pin` copies are from pageable memory, and
+        block.
         """
         import torch  # noqa: PLC0415 - as in the base class
 
         if rows.device.type != "cpu":
             return rows
-        # Torch caches pinned memory, and does not reuse what a copy still reads.
+        # Torch caches pinned memory, and does not reuse it while a copy reads it.
         pinned = rows.pin_memory() if self.pin else rows
         current = torch.cuda.current_stream(self.torch_device)
         with torch.cuda.stream(self._copy_stream):
@@ -138,14 +138,14 @@ class TorchCUDA(TorchBackend):
         return moved
 
     def host_buffer(self, blocks: int) -> memoryview:
-        """Return pinned memory for the bytes of so many blocks, unless `pin` is off."""
+        """Return pinned memory for the bytes of blocks, unless `pin` is off."""
         if not self.pin:
             return super().host_buffer(blocks)
         pinned: Any = self.host_rows(blocks, self.layout.bytes_per_block).numpy()
         return memoryview(pinned)
 
     def memory(self) -> DeviceMemory:
-        """Return what torch has allocated; memory that torch keeps for later counts as free."""
+        """Return the memory of the GPU; memory that torch keeps for later counts as free."""
         import torch  # noqa: PLC0415 - as in the base class
 
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcore.engine.dtypes import widened
+
 FP16_MAX = 65504.0
 """The greatest number of fp16, to which greater ones are cut."""
 
@@ -33,7 +35,7 @@ def encode(rows: Tensor, bits: int, group: int, *, across: bool) -> tuple[Tensor
 
 
 def decode(codes: Tensor, grid: Tensor, bits: int, *, across: bool) -> Tensor:
-    """Return what `encode` coded, `[n, tokens, width]` in fp32."""
+    """Return the numbers that `encode` coded, `[n, tokens, width]` in fp32."""
     wide = _unpacked(codes, bits)
     numbers, axis = _grouped(wide, grid.shape[1 if across else 2], across=across)
     scale, zero = torch.split(grid.float(), 1, axis)
@@ -42,13 +44,13 @@ def decode(codes: Tensor, grid: Tensor, bits: int, *, across: bool) -> Tensor:
 
 def saturated(rows: Tensor) -> Tensor:
     """Return the rows in fp32 or fp64, cut to the range of fp16. NaN stays."""
-    return rows.to(torch.promote_types(rows.dtype, torch.float32)).clamp(-FP16_MAX, FP16_MAX)
+    return widened(rows).clamp(-FP16_MAX, FP16_MAX)
 
 
 def rounded_up(numbers: Tensor) -> Tensor:
     """Return the least numbers of fp16 that are not less."""
     half = numbers.half()
-    # The next number has the next bits; those of negative numbers count downwards.
+    # The next number has the next bits; the bits of negative numbers count downwards.
     step = torch.where(half < 0, -1, 1) * (numbers > half)
     return (half.view(torch.int16) + step.short()).view(torch.half)
 

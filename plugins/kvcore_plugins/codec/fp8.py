@@ -34,7 +34,7 @@ class _FP8(Codec):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a factor that nothing would be divided by."""
+        """Check that there is a factor only if it is used."""
         if self.scale == "head" and self.factor != 1:
             msg = (
                 f"{self.name}: factor={self.factor} is for scale=tensor: leave one of them out"
@@ -54,11 +54,12 @@ class _FP8(Codec):
         Greater numbers than the format has, infinite ones too, become its greatest; by head,
         numbers are cut to the range of fp16 first. NaN stays NaN, by head in the whole row.
         """
-        import torch  # noqa: PLC0415 - see `plain`
+        import torch  # noqa: PLC0415 - a size needs none
 
-        from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415
+        from kvcore.engine.dtypes import PLANE_DTYPES  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415 - torch
 
-        dtype = torch.float8_e4m3fn if self.name == "fp8-e4m3" else torch.float8_e5m2
+        dtype = PLANE_DTYPES[self.name]
         if self.scale == "tensor":
             scaled = rows / self.factor
             return (scaled.clamp(-self.greatest, self.greatest).to(dtype),)
@@ -74,7 +75,7 @@ class _FP8(Codec):
 
 def _widened(numbers: Tensor) -> Tensor:
     """Return fp8 as fp32. E4M3 by way of the bits of fp16, much faster on a CPU than torch."""
-    import torch  # noqa: PLC0415 - see `plain`
+    import torch  # noqa: PLC0415 - a size needs none
 
     if numbers.dtype == torch.float8_e5m2:
         return numbers.float()
@@ -93,7 +94,7 @@ class E4M3(_FP8):
     Options:
         scale: `tensor`, the same `factor` for all numbers, or `head`, a scale for each token
             and head, stored beside.
-        factor: what numbers are divided by, with `scale=tensor`.
+        factor: divisor of all numbers, with `scale=tensor`.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
     """
@@ -108,7 +109,7 @@ class E5M2(_FP8):
     Options:
         scale: `tensor`, the same `factor` for all numbers, or `head`, a scale for each token
             and head, stored beside.
-        factor: what numbers are divided by, with `scale=tensor`.
+        factor: divisor of all numbers, with `scale=tensor`.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
     """

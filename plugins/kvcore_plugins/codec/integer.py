@@ -93,8 +93,8 @@ class INT8(_Integer):
     """Store K/V in 8 bits, with a scale and a zero for each token and head.
 
     Options:
-        keys: what shares a scale in keys: `token`, all channels of a token, or `channel`, a
-            channel in all tokens of a block; see `int4`.
+        keys: numbers of keys that share a scale: `token`, all channels of a token, or
+            `channel`, a channel in all tokens of a block; see `int4`.
 
     Source: Dettmers et al., "LLM.int8(): 8-bit matrix multiplication for transformers at
     scale", NeurIPS 2022, for scales by token; grids with a zero: Jacob et al., "Quantization
@@ -110,10 +110,10 @@ class INT4(_Integer):
     """Store K/V in 4 bits, with a scale and a zero for each token and head.
 
     Options:
-        keys: what shares a scale in keys: `token`, all channels of a token, or `channel`, a
-            channel in all tokens of a block. Keys have channels that are far greater than
-            the others, which a scale by token lets dominate. By channel, the tokens of a
-            block wait in full precision until it is full.
+        keys: numbers of keys that share a scale: `token`, all channels of a token, or
+            `channel`, a channel in all tokens of a block. Some channels of keys are far greater
+            than the others, and dominate a scale by token. By channel, the tokens of a block
+            wait in full precision until it is full.
 
     Source: Sheng et al., "FlexGen: high-throughput generative inference of large language
     models with a single GPU", ICML 2023, for K/V in 4 bits; Hooper et al., "KVQuant", NeurIPS
@@ -136,8 +136,8 @@ class KIVI(_Grids):
         bits: bits of a number, 2 or 4.
         group: numbers that share a scale and a zero; None: 32, or the block size, or the
             width of a head, where these are less.
-        residual: most tokens in full precision; None: the block size, and nothing else is
-            taken.
+        residual: most tokens in full precision; None: the block size, the only value that is
+            accepted.
 
     Source: Liu et al., "KIVI: a tuning-free asymmetric 2bit quantization for KV cache", ICML
     2024. There the newest values stay one by one, so that always `residual` of them do; here

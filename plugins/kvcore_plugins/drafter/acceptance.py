@@ -28,21 +28,21 @@ class Acceptance(Drafter):
     j) lies below the probability of its position, and all drafts before it were accepted. So
     nothing depends on the order of requests, and with more drafts a step none is lost.
 
-    A file of `kvcore run --acceptance` gives the probabilities; where it has the very step
-    (the request and the output token), what happened there happens again.
+    A file of `kvcore run --acceptance` gives the probabilities. If it has the same step (the
+    request and the output token), the outcome of that step is repeated.
 
     Options:
         tokens: drafts a step, k.
-        probability: that a draft is accepted whose predecessors were; one for all positions,
-            or one each with `/` between, as in `0.8/0.7/0.6`, the last for all that follow.
+        probability: of a draft to be accepted if all before it are; one for all positions, or
+            one each with `/` between, as in `0.8/0.7/0.6`, the last for all that follow.
         file: measured acceptance, in place of `probability`.
-        draft: the draft model, whose time is added: a name of the catalogue, in code also a
-            `ModelSpec`; None: there is none.
-        parameters: weights of extra heads on the served model, whose time is added.
-        seed: of the draws; None: that of the run.
+        draft: the draft model, for its time: a name of the catalogue, in code also a
+            `ModelSpec`; None: there is no draft model.
+        parameters: number of weights of extra heads on the served model, for their time.
+        seed: seed of the draws; None: the seed of the run.
 
     Raises:
-        InputError: no probability, or a file that is none of acceptance.
+        InputError: a wrong probability, or a file without measured acceptance.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023, for the expected tokens a step, (1 - a^(k + 1)) / (1 - a).
@@ -98,7 +98,7 @@ class Acceptance(Drafter):
             self._costs.append(HeadCost(latency, self.parameters))
 
     def accepted(self, request: Request, index: int, most: int) -> tuple[int, int]:
-        """Return what was measured for this step; else draw, position by position."""
+        """Return the measured outcome of this step; without one, draw by position."""
         measured = self._steps.get((request.id, index))
         if measured is not None:
             drafted = min(measured[0], most)
@@ -117,7 +117,7 @@ class Acceptance(Drafter):
         return sum(cost.duration(work, drafts) for cost in self._costs)
 
     def _drawn(self, name: int | str, index: int) -> float:
-        """Return the number in [0, 1) of an output token; a digest has those of nine."""
+        """Return the number in [0, 1) of an output token; a digest has nine numbers."""
         block, place = divmod(index, 9)
         known = self._digests.get(name)
         if known is None or known[0] != block:

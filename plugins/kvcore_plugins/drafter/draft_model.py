@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import Backend, Generator, InputError, LatencyModel
 from kvcore.engine import (
+    Attend,
     Draft,
     DraftSequence,
     RaggedBatch,
-    Rotation,
     Tensor,
     TokenDrafter,
+    attend_through,
 )
 from kvcore.engine.executor import tensor_layout
-from kvcore.engine.generator import Attend, AttendOptions
-from kvcore.engine.speculation import inverted, uniform
-from kvcore.plugins.manager import resolve
+from kvcore.engine.speculation import inverted
+from kvcore.engine.tokens import uniform
+from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import ModelCost
@@ -30,18 +31,19 @@ from kvcore.serving.drafter import ModelCost
 class DraftModel(TokenDrafter):
     """Draft with a smaller model that continues the text, token by token.
 
-    Its K/V lies in a pool of its own with as many blocks as the served model's, and under the
-    same block tables: what is hit, preempted or rolled back there is so here. It computes a
-    prompt in the steps in which the served model does.
+    Its K/V lies in a pool of its own, with the number of blocks and the block tables of the
+    served model: tokens that are hit, preempted or rolled back there are so here. It computes a
+    prompt in the same steps as the served model.
 
     Options:
         tokens: drafts a step, k.
         generator: the draft model: the name of a generator; in code also an instance. It
             needs the token ids of the served model.
         model, layers, hidden, heads, kv_heads, head_dim, vocab_size: options of that generator,
-            as far as they are given; `seed` is that of the run.
+            if they are given.
         temperature: 0: the likeliest token is drafted; else drafts are drawn, and accepted
             by rejection sampling: at best with the temperature of the served model.
+        seed: seed of the generator, if it has one.
 
     Raises:
         InputError: the generator is unknown, or has other token ids.
@@ -68,7 +70,7 @@ class DraftModel(TokenDrafter):
     _drafting: Generator = attrs.field(init=False, repr=False)
     _pool: Backend = attrs.field(init=False, repr=False)
     _cost: ModelCost = attrs.field(init=False, repr=False)
-    # By request: tokens whose K/V is known here, of which rejected ones may be the last.
+    # By request: tokens with K/V in this pool. The last ones may have been rejected.
     _known: dict[int | str, int] = attrs.field(init=False, repr=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -76,13 +78,13 @@ class DraftModel(TokenDrafter):
         if isinstance(self.generator, Generator):
             self._drafting = self.generator
             return
-        names = (
-            *("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size"),
-            "temperature",
-        )
-        options = {name: str(getattr(self, name)) for name in names if getattr(self, name)}
-        options["seed"] = str(self.seed)
-        self._drafting = resolve("generator", Spec(self.generator, options))
+        names = ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size")
+        sizes = {name: getattr(self, name) for name in names}
+        options = {name: str(size) for name, size in sizes.items() if size is not None}
+        if self.temperature:
+            options["temperature"] = str(self.temperature)
+        spec = Spec(self.generator, options)
+        self._drafting = installed().build("generator", spec, {"seed": self.seed})
 
     def attach(self, latency: LatencyModel, seed: int = 0) -> None:
         """Build the cost of the draft model."""
@@ -106,7 +108,7 @@ class DraftModel(TokenDrafter):
         drafting.load(self._pool, layout.dtype)
         own = tensor_layout(drafting.spec, layout.blocks, layout.block_size, layout.dtype)
         self._pool.allocate(own)
-        # A block may be shared whose last tokens were never computed here.
+        # The last tokens of a shared block may never be computed here.
         self._pool.fill(0)
 
     def on_prefill(self, requests: Sequence[int | str], batch: RaggedBatch) -> None:
@@ -154,7 +156,7 @@ class DraftModel(TokenDrafter):
     def _batch(
         self, parts: Sequence[tuple[DraftSequence, int, list[int]]], place: int
     ) -> RaggedBatch:
-        """Return the tokens that a pass computes: of each sequence some, from a position on."""
+        """Return the batch of a pass: of each sequence some tokens, from a position on."""
         size = self._pool.layout.block_size
         return RaggedBatch(
             block_tables=[
@@ -169,7 +171,7 @@ class DraftModel(TokenDrafter):
         )
 
     def _next(self, batch: RaggedBatch) -> list[tuple[int, Tensor]]:
-        """Return the next token of each sequence, and what it was drawn from, if it was."""
+        """Return the next token of each sequence, and the distribution of a drawn one."""
         attend = self._attend(batch)
         if not self.temperature:
             return [(token or 0, None) for token in self._drafting.forward(batch, attend)]
@@ -182,18 +184,4 @@ class DraftModel(TokenDrafter):
     def _attend(self, batch: RaggedBatch) -> Attend:
         """Return the function through which a pass reaches the pool of the draft model."""
         pool = self._pool
-        plan = pool.plan(batch)
-
-        def attend(
-            layer: int,
-            queries: Tensor,
-            keys: Tensor,
-            values: Tensor,
-            *,
-            rotation: Rotation | None = None,
-            **options: Unpack[AttendOptions],
-        ) -> Tensor:
-            pool.store_rotated(layer, plan, keys, values, rotation)
-            return pool.attend(layer, plan, queries, **options)
-
-        return attend
+        return attend_through(pool.plan(batch), pool.store_rotated, pool.attend)

@@ -1,9 +1,9 @@
-"""Medusa: heads that read the model's hidden state, and look further ahead than its own."""
+"""Medusa: heads that read the model's hidden state, and predict further ahead than its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge, gt
@@ -13,35 +13,34 @@ from kvcore.engine import (
     Draft,
     DraftSequence,
     RaggedBatch,
-    Rotation,
     Tensor,
     TokenDrafter,
+    attend_through,
 )
-from kvcore.engine.generator import AttendOptions
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import HeadCost
 
 TEXTS = 32
-"""Texts that the heads learn from at a time."""
+"""Texts that are generated at a time to fit the heads."""
 
 
 @attrs.define(slots=False, eq=False)
 class Medusa(TokenDrafter):
-    """Draft with heads on the served model: head i tells the token i places after the next.
+    """Draft with heads on the served model: head i predicts the token i places after the next.
 
     Heads are linear maps from the hidden state that the next token was drawn from to the
     vocabulary. They are fitted to texts that the model itself continues (self-distillation),
     by ridge regression, before the run, in the blocks of its pool: seconds for a tiny model.
     Those of the paper have a residual layer each, are trained by gradients, and draft several
-    candidates in a tree. Needs a generator that tells its hidden states: `transformer`.
+    candidates in a tree. Needs a generator that exposes its hidden states: `transformer`.
 
     Options:
         tokens: number of heads, k.
-        texts, length: how many texts are learnt from, and tokens of each.
+        texts, length: number of texts that the heads are fitted to, and tokens of each.
         ridge: weight of the penalty on the size of the heads, above 0.
 
     Raises:
-        InputError: the generator tells no hidden states, or the pool is too small for a text.
+        InputError: the generator exposes no hidden states, or the pool has no room for a text.
 
     Source: Cai et al., "Medusa: simple LLM inference acceleration framework with multiple
     decoding heads", ICML 2024.
@@ -89,7 +88,7 @@ class Medusa(TokenDrafter):
         self._cost = HeadCost(self.latency, self.tokens * hidden * vocabulary)
 
     def attach(self, latency: LatencyModel, seed: int = 0) -> None:
-        """Refuse more heads than texts are long."""
+        """Check that texts are longer than the heads look ahead."""
         super().attach(latency, seed)
         if self.tokens >= self.length:
             msg = f"medusa: length={self.length} must be above tokens={self.tokens}"
@@ -97,19 +96,23 @@ class Medusa(TokenDrafter):
 
     def drafts(self, sequences: Sequence[DraftSequence]) -> list[Draft]:
         """Return the likeliest token of each head."""
-        found = []
-        for each in sequences:
-            state = self._states[each.request].to(self._heads.dtype)
-            ahead = (state @ self._heads[: each.most]).argmax(-1)
-            found.append(Draft(ahead.tolist()))
-        return found
+        import torch  # noqa: PLC0415 - see the generator
+
+        states = torch.stack([self._states[each.request] for each in sequences])
+        states = states.to(self._heads.dtype)
+        heads = self._heads[: max(each.most for each in sequences)]
+        # Head by head: the scores of all heads and sequences may be a large tensor.
+        ahead = torch.stack([(states @ head).argmax(-1) for head in heads], 1).tolist()
+        return [
+            Draft(tokens[: each.most]) for each, tokens in zip(sequences, ahead, strict=True)
+        ]
 
     def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
         """Keep the states that the newest tokens were drawn from."""
         states = self._generator.states
-        self._states.update(
-            (name, states[row]) for name, row in zip(requests, rows, strict=True)
-        )
+        for name, row in zip(requests, rows, strict=True):
+            # A copy: a view would keep the states of the whole step in memory.
+            self._states[name] = states[row].clone()
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the time of the heads."""
@@ -148,21 +151,7 @@ class Medusa(TokenDrafter):
                 output_indices=[position] * count,
                 seeds=[*texts],
             )
-            plan = backend.plan(batch)
-
-            def attend(
-                layer: int,
-                queries: Tensor,
-                keys: Tensor,
-                values: Tensor,
-                plan: Tensor = plan,
-                *,
-                rotation: Rotation | None = None,
-                **options: Unpack[AttendOptions],
-            ) -> Tensor:
-                backend.store_rotated(layer, plan, keys, values, rotation)
-                return backend.attend(layer, plan, queries, **options)
-
+            attend = attend_through(backend.plan(batch), backend.store_rotated, backend.attend)
             newest = [token or 0 for token in generator.forward(batch, attend)]
             if generator.states is None:
                 msg = (

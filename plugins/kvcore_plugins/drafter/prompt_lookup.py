@@ -1,19 +1,24 @@
-"""Prompt lookup: what followed the same words before."""
+"""Prompt lookup: drafts copied from earlier text."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
+from kvcore import InputError
 from kvcore.engine import TokenDrafter
+
+_WIDTH = array("q").itemsize
+"""Bytes of a token in the searched text."""
 
 
 @attrs.define(slots=False, eq=False)
 class PromptLookup(TokenDrafter):
-    """Draft what followed the last n tokens where they stood before, in prompt or output.
+    """Draft the tokens that followed the last n tokens earlier, in the prompt or the output.
 
     The longest n-gram that occurs again counts, from `longest` tokens down to `shortest`, and
     of its places the latest that has `tokens` tokens after it. Costs no model, and O(text)
@@ -22,6 +27,9 @@ class PromptLookup(TokenDrafter):
     Options:
         tokens: the most drafts a step, k.
         longest, shortest: tokens of the n-grams that are looked up.
+
+    Raises:
+        InputError: `shortest` is above `longest`, so that no n-gram would be looked up.
 
     Source: Saxena, "Prompt lookup decoding", 2023.
     """
@@ -32,16 +40,34 @@ class PromptLookup(TokenDrafter):
     longest: int = attrs.field(default=3, validator=ge(1))
     shortest: int = attrs.field(default=1, validator=ge(1))
 
+    def __attrs_post_init__(self) -> None:
+        """Check that there are lengths to look up."""
+        if self.shortest > self.longest:
+            msg = (
+                f"prompt-lookup: shortest={self.shortest} is above longest={self.longest}, so "
+                "that nothing is looked up: give shortest up to longest"
+            )
+            raise InputError(msg)
+
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return what followed the last tokens before."""
+        """Return up to `most` tokens that followed the last tokens earlier."""
         count = len(tokens)
+        text = array("q", tokens).tobytes()
         for length in range(min(self.longest, count - 1), self.shortest - 1, -1):
-            tail, nearest = tokens[count - length :], 0
-            for end in range(count - 1, length - 1, -1):
-                if tokens[end - 1] == tail[-1] and tokens[end - length : end] == tail:
-                    nearest = nearest or end
-                    if end + most <= count:
-                        return tokens[end : end + most]
-            if nearest:
-                return tokens[nearest : nearest + most]
+            tail = text[-length * _WIDTH :]
+            # The latest place with enough tokens after it, else the latest one.
+            end = _last_end(text, tail, count - most) or _last_end(text, tail, count - 1)
+            if end:
+                return tokens[end : end + most]
         return ()
+
+
+def _last_end(text: bytes, tail: bytes, stop: int) -> int:
+    """Return the token at which the last `tail` in the first `stop` tokens of `text` ends.
+
+    0 if there is none. Bytes are searched, which is done in C.
+    """
+    start = text.rfind(tail, 0, max(stop, 0) * _WIDTH)
+    while start > 0 and start % _WIDTH:  # from within a token on
+        start = text.rfind(tail, 0, start + len(tail) - 1)
+    return 0 if start < 0 else (start + len(tail)) // _WIDTH

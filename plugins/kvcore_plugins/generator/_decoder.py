@@ -104,8 +104,8 @@ class Decoder:
     ) -> Tensor:
         """Return the hidden states after the last layer, `[rows, hidden]`.
 
-        `tokens` and `positions` are `[rows]`. With `fused`, keys are given to `attend` with
-        their rotation, as `RaggedBatch.fuses_rotation` says.
+        `tokens` and `positions` are `[rows]`. With `fused`, which is
+        `RaggedBatch.fuses_rotation`, `attend` gets keys with their rotation.
         """
         spec = self.spec
         x = self.embedding[tokens]

@@ -1,9 +1,9 @@
 """Hugging Face models whose attention goes through a paged cache.
 
 transformers calls attention by name (`AttentionInterface`), makes a mask by the same name
-(`AttentionMaskInterface`), and hands keyword arguments of a model's `forward` on to every
+(`AttentionMaskInterface`), and passes keyword arguments of a model's `forward` on to every
 attention layer: see its documentation of the attention interface. So a model is switched
-over by a name, and what the step's K/V goes through travels as the argument `paged`.
+over by a name, and the cache of the step is passed as the argument `paged`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from kvcore import InputError
 from kvcore.engine import Rotary
+from kvcore.engine.dtypes import TORCH_DTYPES
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.backend._pool import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +50,8 @@ class AttentionCache(Cache):  # type: ignore[misc]
     ) -> Tensor:
         """Return attention's output for the new tokens, `[batch, tokens, heads, width]`.
 
-        Queries are `[batch, query_heads, tokens, width]`, keys and values what `update`
-        returned. Options are those of `Backend.attend`.
+        Queries are `[batch, query_heads, tokens, width]`, keys and values as `update` has
+        returned them. Options are those of `Backend.attend`.
         """
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -119,8 +119,8 @@ def _paged_attention(
     """Attend through the cache of the step. Called by transformers in every layer.
 
     Raises:
-        InputError: no paged cache is attached, or the layer asks for a kind of attention
-            that no backend computes; names it.
+        InputError: no paged cache is attached, or the layer needs a kind of attention that no
+            backend computes.
     """
     if paged is None:
         msg = (
@@ -223,10 +223,10 @@ def dtype_of(model: PreTrainedModel) -> str:
 def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     """Return the rotary embedding of each layer of a `model` that is switched over.
 
-    Frequencies are read from the model's rotary modules, and believed where they explain the
-    keys that the model computes: a token without any other is the same at every position,
-    but for the rotation. A layer has None if none does, and no speeds if its keys are not
-    rotated. One pass over four tokens.
+    Frequencies are read from the model's rotary modules, and checked with keys that the model
+    computes: those of a token that attends to itself alone differ between positions by the
+    rotation. A layer has None if no frequencies explain them, and no speeds if its keys are
+    not rotated. One pass over four tokens.
     """
     frequencies = [
         buffer

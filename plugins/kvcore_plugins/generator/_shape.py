@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import cycle, islice
 
 import attrs
 
-from kvcore import Generator, InputError
-from kvcore.engine.backend import TENSOR_DTYPES
+from kvcore import InputError
 from kvcore.models.catalogue import find_model
 from kvcore.models.spec import MAX_LAYERS, ModelSpec
 
@@ -51,21 +49,3 @@ def resized(
         hidden_size=spec.hidden_size if hidden is None else hidden,
         windows=tuple(islice(cycle(spec.windows), max(0, min(layers, MAX_LAYERS)))),
     )
-
-
-def without_torch() -> str | None:
-    """Return that torch is needed, where there is none."""
-    return None if find_spec("torch") else "needs torch: pip install 'kvcore[torch]'"
-
-
-def checked_dtype(generator: Generator, dtype: str) -> str:
-    """Return `dtype`.
-
-    Raises:
-        InputError: no tensor has this dtype.
-    """
-    if dtype not in TENSOR_DTYPES:
-        known = ", ".join(TENSOR_DTYPES)
-        msg = f"generator {generator.name!r} cannot compute in {dtype!r}; it can in: {known}"
-        raise InputError(msg)
-    return dtype

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import BlockPool, Sequence
-from kvcore.engine import Attend, Compactor, RaggedBatch, TensorLayout
-from kvcore.engine.compaction import token_retention
+from kvcore.engine import Compactor, RaggedBatch, attend_through
+from kvcore.engine.executor import tensor_layout
+from kvcore.engine.retention import token_retention
 from kvcore.request import block_keys
 from kvcore_plugins.generator._hf_model import (
     AttentionCache,
@@ -48,7 +49,7 @@ class PagedCache:
 
     Raises:
         InputError: the cache has no block ids, the backend is in use, or the retention policy
-            does not say which tokens stay.
+            selects no single tokens.
     """
 
     cache: KVCache
@@ -89,7 +90,7 @@ class PagedCache:
         Raises:
             InputError: a model is attached already, another model was attached before, or
                 the model cannot attend through a paged cache, or not with the retention
-                policy; says why.
+                policy.
             StorageError: the pool does not fit.
         """
         self._bind(model)
@@ -150,16 +151,8 @@ class PagedCache:
                 f"{self.backend.name!r} on {place}: move one to the other"
             )
             raise InputError(msg)
-        spec = spec_of(model)
-        layout = TensorLayout(
-            blocks=self.cache.pool.blocks,
-            block_size=self.cache.geometry.block_size,
-            layers=spec.layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            value_dim=spec.value_dim,
-            dtype=dtype_of(model),
-        )
+        blocks, block_size = self.cache.pool.blocks, self.cache.geometry.block_size
+        layout = tensor_layout(spec_of(model), blocks, block_size, dtype_of(model))
         self.backend.allocate(layout)
         self.cache.on_copy = lambda source, target: self.backend.copy_blocks([(source, target)])
         self._model = model
@@ -242,7 +235,7 @@ class PagedBatch(AttentionCache):
         self._attend: Callable[..., Any] = backend.attend
 
     def begin(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Allocate the slots of a step; return its inputs, less what need not be computed.
+        """Allocate the slots of a step; return its inputs, without tokens that are cached.
 
         Raises:
             InputError: padding cannot be left out, or this is another batch than before.
@@ -417,8 +410,9 @@ class PagedBatch(AttentionCache):
     ) -> None:
         """Run the model's layers over a ragged batch, as one row of tokens."""
         device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
+        backend = self._backend
         attend = self._compactor.attend(sequences, batch)
-        packed = PackedCache(_attend_through(self._backend, self._backend.plan(batch), attend))
+        packed = PackedCache(attend_through(backend.plan(batch), backend.store_rotated, attend))
         with torch.no_grad():
             self._body(
                 input_ids=torch.tensor([tokens], device=device),
@@ -429,7 +423,7 @@ class PagedBatch(AttentionCache):
             )
 
     def _open(self, prompt: tuple[int, ...], length: int) -> Sequence:
-        """Open a sequence of `length` tokens; with blocks for its known ones but the last.
+        """Open a sequence of `length` tokens, with blocks for all tokens of `prompt` but one.
 
         `prompt` is empty if the token ids are unknown or must not be shared.
         """
@@ -480,20 +474,8 @@ class PagedBatch(AttentionCache):
         return rows if self._rows is None else rows[self._rows]
 
 
-def _attend_through(backend: Backend, plan: Any, attend: Callable[..., Tensor]) -> Attend:
-    """Return a function that stores and attends by `plan`, one layer a call."""
-
-    def through(
-        layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
-    ) -> Tensor:
-        backend.store(layer, plan, keys, values)
-        return attend(layer, plan, queries, **options)
-
-    return through
-
-
 def _last_logits_only(inputs: dict[str, Any]) -> bool:
-    """Return True if nothing of a prompt is wanted but the logits after its last token."""
+    """Return True if the model is to return only the logits after the last token."""
     more = ("output_hidden_states", "output_attentions", "token_type_ids", "labels")
     kept = inputs.get("logits_to_keep")
     return isinstance(kept, int) and kept == 1 and not any(_wants(inputs, m) for m in more)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvcore import Backend, Generator, InputError
+from kvcore import Backend, InputError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator._shape import checked_dtype
-from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
+from kvcore_plugins.generator.sampling import SamplingGenerator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +28,7 @@ _ORIGIN = {"architectures", "_name_or_path", "transformers_version"}
 
 
 @attrs.define(slots=False, eq=False)
-class HuggingFace(Generator):
+class HuggingFace(SamplingGenerator):
     """Runs a decoder-only transformers model; every step is one batch without padding.
 
     Llama, Qwen2, Qwen3 and Mistral are tested, sliding windows included; any model works
@@ -60,7 +59,7 @@ class HuggingFace(Generator):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Check that what is to be read is there, or on the hub."""
+        """Check that folders are there, and that other names are names of the hub."""
         for source in (self.model, self.tokenizer):
             if isinstance(source, str | Path):
                 _place(source)
@@ -122,9 +121,9 @@ class HuggingFace(Generator):
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
         source = self.tokenizer
         if source is None and isinstance(self.model, str | Path):
-            folder = Path(os.path.expanduser(self.model))  # noqa: PTH111 - as in _read
-            if not folder.is_dir() or any(folder.glob("tokenizer*")):
-                source = folder
+            place, is_folder = _place(self.model)
+            if not is_folder or any(Path(place).glob("tokenizer*")):
+                source = place
         if isinstance(source, str | Path):
             source = _read("AutoTokenizer", source, "tokenizer")
         return source
@@ -132,14 +131,15 @@ class HuggingFace(Generator):
     def identity(self) -> str:
         """Return the files of the model with sizes and times, or a digest of its weights."""
         spec = f"{type(self).__qualname__} {self.spec!r}"
-        folder = Path(os.path.expanduser(self.model)) if _is_name(self.model) else None  # noqa: PTH111
-        if folder is not None and folder.is_dir():
-            files = sorted(file for file in folder.iterdir() if file.is_file())
-            stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-            return f"{spec} {stats!r}"
-        commit = getattr(self.network.config, "_commit_hash", None)
-        if folder is not None and commit is not None:
-            return f"{spec} {self.model} {commit}"
+        if isinstance(self.model, str | Path):
+            place, is_folder = _place(self.model)
+            if is_folder:
+                files = sorted(file for file in Path(place).iterdir() if file.is_file())
+                stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+                return f"{spec} {stats!r}"
+            commit = getattr(self.network.config, "_commit_hash", None)
+            if commit is not None:
+                return f"{spec} {self.model} {commit}"
         import torch  # noqa: PLC0415
 
         digest = blake2b(digest_size=16)
@@ -148,7 +148,7 @@ class HuggingFace(Generator):
             digest.update(
                 weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             )
-        # Rotary embeddings and the like; what says where a model is from does not count.
+        # Rotary embeddings and the like, without the origin of the model.
         config = self.network.config.to_dict()
         facts = {name: config[name] for name in sorted(config) if name not in _ORIGIN}
         return f"{spec} {facts!r} {digest.hexdigest()}"
@@ -160,10 +160,10 @@ class HuggingFace(Generator):
             InputError: no tensor has this dtype, or the model does not call attention by
                 name.
         """
-        from kvcore_plugins.backend._pool import TORCH_DTYPES  # noqa: PLC0415
+        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415
         from kvcore_plugins.generator._hf_model import switch_over  # noqa: PLC0415
 
-        super().load(backend, checked_dtype(self, dtype))
+        super().load(backend, dtype)
         switch_over(self.network)
         self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])
 
@@ -183,21 +183,12 @@ class HuggingFace(Generator):
                 position_ids=torch.tensor([batch.positions], device=device),
                 use_cache=True,
                 logits_to_keep=torch.tensor(
-                    sampled_rows(batch), dtype=torch.long, device=device
+                    batch.sampled_rows, dtype=torch.long, device=device
                 ),
                 paged=packed,
                 **{cache_argument(self.network): packed},
             )
         return out.logits[0]
-
-    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
-        """Run a step; return the likeliest tokens, or samples."""
-        logits = self.logits(batch, attend)
-        return next_tokens(batch, logits, self.temperature, self.top_k)
-
-    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run a step; return what tokens are drawn from."""
-        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` by the tokenizer, or hashes of its words."""
@@ -223,9 +214,9 @@ class HuggingFace(Generator):
 
 
 def _read(auto: str, source: str | Path, what: str) -> Any:
-    """Return what a class of transformers called `auto` reads from a folder or by name.
+    """Return the object that the class `auto` of transformers reads from a folder or by name.
 
-    No code that comes with a model is run, whatever its files ask for.
+    No code that comes with a model is run, whatever its files name.
 
     Raises:
         InputError: transformers cannot read it, or not without running code.
@@ -239,8 +230,8 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        # None of the code that files name: classes, and kernels to be fetched for attention,
-        # which is exchanged anyhow.
+        # No code that files name is run: neither classes, nor kernels that would be fetched
+        # for attention, which is replaced anyway.
         safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_folder}
         if what == "model":
             config = transformers.AutoConfig.from_pretrained(place, **safely)
@@ -261,10 +252,11 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
 
 
 def _place(source: str | Path) -> tuple[str, bool]:
-    """Return what transformers is to read, and whether it is a folder or a name of the hub.
+    """Return the path or name for transformers to read, and whether it is a folder.
 
     Raises:
-        InputError: neither: a name has the form org/name, where no folder is called org.
+        InputError: it is no folder, nor a name of the hub, which has the form org/name, and
+            no folder org.
     """
     text = os.path.expanduser(source)  # noqa: PTH111 - Path's raises for unknown users
     org, slash, name = text.partition("/")
@@ -277,10 +269,6 @@ def _place(source: str | Path) -> tuple[str, bool]:
         )
         raise InputError(msg)
     return text, is_folder
-
-
-def _is_name(source: Any) -> bool:
-    return isinstance(source, str | Path)
 
 
 def _named(value: Any) -> Any:

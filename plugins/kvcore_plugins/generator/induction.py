@@ -1,4 +1,4 @@
-"""A model that copies what followed before: an induction circuit with weights written down."""
+"""A model that copies from its context: an induction circuit with constructed weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore import Backend, Generator, InputError
+from kvcore import Backend, InputError
 from kvcore.engine import Attend, RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotary
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator._shape import checked_dtype, without_torch
-from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
+from kvcore_plugins.generator.sampling import SamplingGenerator
 
 MATCH, REST = 120.0, 102.0
 """Attention scores of a token that matches, and of the first token, where heads rest."""
@@ -24,12 +23,12 @@ SURE = 100.0
 """The logit of a token that is copied."""
 
 WIDTH_PER_NAT = 8.2
-"""Numbers of a code per ln(vocabulary), with which no two codes are too alike."""
+"""Numbers of a code per ln(vocabulary), enough to tell any two codes apart."""
 
 
 @attrs.define(slots=False, eq=False)
-class Induction(Generator):
-    """Answers a token with what followed it before, by construction: nothing is trained.
+class Induction(SamplingGenerator):
+    """Answers a token with the token that followed it before, by construction, untrained.
 
     Two layers of attention and nothing else. A token has a code: `head_dim - 1` random
     numbers of norm 1.
@@ -45,14 +44,14 @@ class Induction(Generator):
 
     A key of layer 0 is the cosine and the sine of its position times 2 pi / 2^i, i = 1, 2,
     ...: the query, as those of the position before, agrees with that one alone in all of
-    them. A query of layer 1 that nothing matches rests on the first token of the text,
-    whose value there is zero. So what is answered comes from one place in the cache, and if
-    that K/V is gone, so is the answer. In layer 1 query head h looks up the tokens t with
+    them. A query of layer 1 that matches no key rests on the first token of the text, whose
+    value there is zero. So an answer comes from one place in the cache, and without the K/V
+    of that place there is no answer. In layer 1 query head h looks up the tokens t with
     t % heads = h, and rests for all others: one K/V head has the answer.
 
-    Token 0 is a blank, the code of which is zero: it is looked up and answered by nothing,
-    and stands for "no answer". Codes are drawn at random: of two tokens they are alike by a
-    cosine of 0.7 at most, with the widths that are let pass.
+    Token 0 is a blank with a code of zero, which matches nothing and means "no answer". Codes
+    are drawn at random: the cosine of two of them is 0.7 at most, with the widths that are
+    accepted.
 
     Options:
         heads, kv_heads, head_dim: sizes; query heads that share a K/V head are neighbours.
@@ -61,7 +60,7 @@ class Induction(Generator):
         temperature: divides the logits before sampling; 0: greedy.
 
     Raises:
-        InputError: sizes that do not fit, or codes too narrow for so many tokens.
+        InputError: sizes that do not fit, or codes too narrow for the vocabulary.
 
     Source: Olsson et al., "In-context learning and induction heads", 2022, find this circuit
     in trained models.
@@ -103,11 +102,6 @@ class Induction(Generator):
             dtype="fp32",
         )
 
-    @classmethod
-    def unavailable(cls) -> str | None:
-        """Return that it needs torch, where there is none."""
-        return without_torch()
-
     @property
     def spec(self) -> ModelSpec:
         """The shape of the model. Its parameters are the codes."""
@@ -127,7 +121,7 @@ class Induction(Generator):
         """Draw the codes, `[vocabulary, head_dim]`, the last number of each 0."""
         import torch  # noqa: PLC0415 - see `unavailable`
 
-        super().load(backend, checked_dtype(self, dtype))
+        super().load(backend, dtype)
         source = torch.Generator().manual_seed(self.seed)
         codes = torch.randn(self.vocab_size, self.head_dim, generator=source)
         codes[0], codes[:, -1] = 0, 0
@@ -154,8 +148,8 @@ class Induction(Generator):
             window=None,
         )
         previous = found.mean(1).masked_fill(is_first, 0)
-        # Layer 1: from every token to what followed it before, else to the first position,
-        # which the last number of queries and keys is for.
+        # Layer 1: from every token to the one that followed it before, else to the first
+        # position, by the last number of queries and keys.
         key, value = previous.clone(), code.masked_fill(is_first, 0)
         key[:, -1:] = is_first
         head = self.backend.tensor([*range(spec.query_heads)])
@@ -169,16 +163,7 @@ class Induction(Generator):
             _each(value, spec.kv_heads),
             window=None,
         )
-        return answer[sampled_rows(batch)].sum(1) @ (codes.T * SURE)
-
-    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
-        """Run a step; return the likeliest tokens, or samples."""
-        logits = self.logits(batch, attend)
-        return next_tokens(batch, logits, self.temperature)
-
-    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run a step; return what tokens are drawn from."""
-        return probabilities(self.logits(batch, attend), self.temperature)
+        return answer[batch.sampled_rows].sum(1) @ (codes.T * SURE)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return the codes of positions: cosines, then sines, `[rows, head_dim]`."""

@@ -1,29 +1,55 @@
-"""Next tokens: from hashes, or from logits, greedily or sampled.
-
-Whatever looks random depends on a seed and a position alone, never on the batch.
-"""
+"""Next tokens from logits: the likeliest, or samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvcore.engine import RaggedBatch
+import attrs
+
+from kvcore import Generator
+from kvcore.engine import Attend, RaggedBatch
+from kvcore.engine.tokens import uniform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def hashed(*parts: int) -> int:
-    """Return a 64-bit hash of all of `parts`."""
-    written = " ".join(map(str, parts)).encode()
-    return int.from_bytes(blake2b(written, digest_size=8).digest(), "little")
+@attrs.define(slots=False, eq=False, auto_attribs=False)
+class SamplingGenerator(Generator):
+    """A generator that samples from logits with torch: a derived class defines `logits`.
 
+    A sample depends on the logits, the seed of its sequence and its index in the output
+    alone, never on the other sequences of a batch.
 
-def uniform(*parts: int) -> float:
-    """Return a number in [0, 1), one of 2^53 evenly spaced, derived from all of `parts`."""
-    return (hashed(*parts) >> 11) / 2**53
+    Attributes:
+        temperature: divides the logits before sampling; 0: the likeliest token is taken. An
+            option where a derived class makes it one, as is `top_k`.
+        top_k: number of the likeliest tokens to sample from; None: all.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Return that torch is needed, if it is not installed."""
+        return None if find_spec("torch") else "needs torch: pip install 'kvcore[torch]'"
+
+    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
+        """Run a step; return the likeliest tokens, or samples."""
+        marks = [
+            (seed, index)
+            for seed, index in zip(batch.seeds, batch.output_indices, strict=True)
+            if index is not None
+        ]
+        logits = self.logits(batch, attend)
+        return batch.spread(sample(logits, marks, self.temperature, self.top_k))
+
+    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
+        """Run a step; return the distributions that tokens are sampled from."""
+        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
 
 
 def sample(
@@ -42,7 +68,7 @@ def sample(
         top_k: number of the likeliest tokens to sample from (with those as likely as the
             last); None: all.
     """
-    import torch  # noqa: PLC0415 - hashes need no torch
+    import torch  # noqa: PLC0415 - a shape needs none
 
     if not temperature:
         likeliest: list[int] = logits.argmax(dim=-1).tolist()
@@ -58,11 +84,11 @@ def sample(
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """Return what `sample` draws from, in fp64: 1 for the likeliest token without temperature.
+    """Return the distributions of `sample`, in fp64; without temperature 1 for one token.
 
     The arguments are as for `sample`.
     """
-    import torch  # noqa: PLC0415 - hashes need no torch
+    import torch  # noqa: PLC0415 - a shape needs none
 
     scores = logits.double()
     if not temperature:
@@ -73,25 +99,3 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) 
         least = scores.topk(top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
     return scores.softmax(dim=-1)
-
-
-def sampled_rows(batch: RaggedBatch) -> list[int]:
-    """Return the last row of each sequence that generates a token in this step."""
-    rows = zip(batch.last_rows, batch.output_indices, strict=True)
-    return [row for row, index in rows if index is not None]
-
-
-def next_tokens(
-    batch: RaggedBatch, logits: Tensor, temperature: float, top_k: int | None = None
-) -> list[int | None]:
-    """Return the next token of each sequence of a step, None where it generates none.
-
-    `logits` has a row for each of `sampled_rows`; the rest is as for `sample`.
-    """
-    marks = [
-        (seed, index)
-        for seed, index in zip(batch.seeds, batch.output_indices, strict=True)
-        if index is not None
-    ]
-    drawn = iter(sample(logits, marks, temperature, top_k))
-    return [None if index is None else next(drawn) for index in batch.output_indices]

@@ -10,9 +10,9 @@ import attrs
 
 from kvcore import Backend, Generator, InputError
 from kvcore.engine import Attend, RaggedBatch, Tensor
+from kvcore.engine.tokens import hashed
 from kvcore.models.spec import ModelSpec
-from kvcore_plugins.generator._shape import checked_dtype, resized
-from kvcore_plugins.generator.sampling import hashed
+from kvcore_plugins.generator._shape import resized
 
 PERIOD = 2**18
 """Steps of phase in a circle: phases are whole steps, and no vocabulary in use is larger."""
@@ -37,7 +37,7 @@ class SinCos(Generator):
     No two pairs of a token and a position below 2^18 have the same phases. Phases are
     integers and sines are looked up, so the same token at the same position has the same
     bytes in any batch. The next token is a hash of the sequence's seed, the token's place
-    in the output, and the token before it; what attention returns is not used.
+    in the output, and the token before it; the output of attention is not used.
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`. K/V has its size.
@@ -86,7 +86,7 @@ class SinCos(Generator):
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Tabulate a circle of sines: 2^18 numbers."""
-        super().load(backend, checked_dtype(self, dtype))
+        super().load(backend, dtype)
         spec = self._spec
         width = max(spec.query_heads, spec.kv_heads) * max(spec.head_dim, spec.value_dim)
         self._sines = backend.tensor(_circle(), dtype)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
-from kvcore import Backend, Generator, InputError, StorageError
+from kvcore import Backend, InputError, StorageError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
 from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
-from kvcore_plugins.generator._shape import checked_dtype, resized, without_torch
-from kvcore_plugins.generator.sampling import next_tokens, probabilities, sampled_rows
+from kvcore_plugins.generator._shape import resized
+from kvcore_plugins.generator.sampling import SamplingGenerator
 
 if TYPE_CHECKING:
     from kvcore_plugins.generator._decoder import Decoder
@@ -32,7 +32,7 @@ TINY = ModelSpec(
 
 
 @attrs.define(slots=False, eq=False)
-class Transformer(Generator):
+class Transformer(SamplingGenerator):
     """A decoder-only model of Llama's architecture, with seeded random weights.
 
     Pre-norm layers of grouped-query attention and a gated MLP: RMSNorm, rotary positions
@@ -41,9 +41,6 @@ class Transformer(Generator):
     layer after layer, so they are the same numbers on every device and, rounded, in every
     dtype, and a model with fewer layers has the first of them. The MLP of a model with
     experts is a dense one.
-
-    A sample depends on the logits, the sequence's seed and the index in its output alone,
-    so not on the rest of the batch.
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`; None: a tiny model of 2
@@ -108,11 +105,6 @@ class Transformer(Generator):
         )
         self._spec = spec if self.window is None else spec.with_window(self.window)
 
-    @classmethod
-    def unavailable(cls) -> str | None:
-        """Return that it needs torch, where there is none."""
-        return without_torch()
-
     @property
     def spec(self) -> ModelSpec:
         """The shape of the model, its parameters counted."""
@@ -137,11 +129,11 @@ class Transformer(Generator):
 
         Raises:
             InputError: no tensor has this dtype.
-            StorageError: the weights do not fit; says what they take.
+            StorageError: the weights do not fit into memory.
         """
         from kvcore_plugins.generator._decoder import Decoder  # noqa: PLC0415 - torch
 
-        super().load(backend, checked_dtype(self, dtype))
+        super().load(backend, dtype)
         try:
             self._decoder = Decoder(
                 self._spec,
@@ -168,17 +160,8 @@ class Transformer(Generator):
         tensor = self.backend.tensor
         tokens, positions = tensor(batch.token_ids), tensor(batch.positions)
         states = self._decoder.states(tokens, positions, attend, fused=batch.fuses_rotation)
-        self.states = states[sampled_rows(batch)]
+        self.states = states[batch.sampled_rows]
         return self._decoder.logits(self.states)
-
-    def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
-        """Run a step; return the likeliest tokens, or samples."""
-        logits = self.logits(batch, attend)
-        return next_tokens(batch, logits, self.temperature, self.top_k)
-
-    def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
-        """Run a step; return what tokens are drawn from."""
-        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
 
     def _parameters(self, spec: ModelSpec) -> int:
         """Return the count of numbers in all weight matrices and norms."""

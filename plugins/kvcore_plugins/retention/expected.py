@@ -8,7 +8,6 @@ import attrs
 
 from kvcore import InputError, ScoreRetention
 from kvcore.engine import HeldTokens, Reads, Rotary, Tensor
-from kvcore_plugins.retention._precision import wide
 
 _TOKENS = 4096
 """Tokens whose expected attention is computed at a time."""
@@ -19,10 +18,10 @@ _MOST = 1 << 20
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Expected(ScoreRetention):
-    """Keep the tokens from which queries to come are expected to read most.
+    """Keep the tokens that future queries are expected to attend to most.
 
-    Queries are taken for normally distributed before their rotation. For a query q of mean m
-    and covariance C, rotated by the average R of the rotations at the next `ahead` positions,
+    Queries are assumed to be normally distributed before their rotation. For a query q of mean
+    m and covariance C, rotated by the average R of the rotations at the next `ahead` positions,
 
         E[exp(s k·q)] = exp(s k·Rm + s² k·RCRᵀk / 2)        s: the scale of attention
 
@@ -69,12 +68,14 @@ class Expected(ScoreRetention):
 
     def score(self, held: HeldTokens) -> Tensor:
         """Return the expected attention to each token, times the norm of its value."""
-        keys, queries = wide(held.keys), wide(held.queries)
+        from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch: not in a simulation
+
+        keys, queries = widened(held.keys), widened(held.queries)
         position, count = held.seq.position, queries.shape[2]
         outliers = min(max(0, self.sinks - position + count), count - 1)
         queries, past = queries[:, :, outliers:], held.query_positions[outliers:]
         future = past.new_tensor([*range(position, position + self.ahead)])
-        norms = wide(held.values).norm(dim=-1)
+        norms = widened(held.values).norm(dim=-1)
         for row in range(len(held.layers)):
             rotary = held.rotary[row] if held.rotary else None
             window = held.windows[row] if held.windows else None

@@ -8,6 +8,6 @@ from kvcore import RetentionPolicy
 
 
 class Full(RetentionPolicy):
-    """Keep everything: what others are compared with. As without any policy, at no cost."""
+    """Keep everything, at no cost, as without a policy: the reference of comparisons."""
 
     name: ClassVar[str] = "full"

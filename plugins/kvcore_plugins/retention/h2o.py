@@ -15,9 +15,9 @@ class H2O(ScoreRetention):
     """Keep the tokens that got the most attention so far, and the newest ones.
 
     Attention is summed over all tokens that the sequence has computed, and over the query
-    heads of a K/V head. Tokens that hit in the prefix cache asked nothing: the sums begin with
-    the first token computed. What a token got counts from its first token to the end of its
-    life, so old tokens have the advantage; `recent` is what the newest ones have against it.
+    heads of a K/V head. Tokens that hit in the prefix cache have no queries: the sums begin
+    with the first token computed. They never decay, so old tokens have an advantage, against
+    which `recent` protects the newest ones.
 
     Options:
         budget, sinks, when: as of every policy with scores.

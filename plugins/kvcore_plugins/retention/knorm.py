@@ -8,7 +8,6 @@ import attrs
 
 from kvcore import ScoreRetention
 from kvcore.engine import HeldTokens, Reads, Tensor
-from kvcore_plugins.retention._precision import wide
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)
@@ -31,4 +30,6 @@ class KNorm(ScoreRetention):
 
     def score(self, held: HeldTokens) -> Tensor:
         """Return the negated norm of each key."""
-        return -wide(held.keys).norm(dim=-1)
+        from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch: not in a simulation
+
+        return -widened(held.keys).norm(dim=-1)

@@ -15,11 +15,11 @@ _LOW = 0xFFFFFFFF
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Random(ScoreRetention):
-    """Keep tokens at random: what a policy must beat to be worth anything.
+    """Keep tokens at random: the baseline that any useful policy beats.
 
     A token's draw depends on the seed, the request, the layer, the K/V head and the token's
-    position, and so never changes: whatever the number of compactions, what stays is a uniform
-    sample of the text so far.
+    position, and so never changes: after any number of compactions, the tokens that stay are a
+    uniform sample of the text so far.
 
     Options:
         budget, recent, sinks, when: as of every policy with scores.
@@ -35,7 +35,7 @@ class Random(ScoreRetention):
         positions = held.positions
         layers = positions.new_tensor([*held.layers])[:, None, None]
         heads = positions.new_tensor([*range(positions.shape[1])])[:, None]
-        # Hashed one after another: sums of them would be alike for many tokens.
+        # Hashed one after another: sums of them would be equal for many tokens.
         draw = layers ^ crc32(f"{self.seed}/{held.seq.request.id!r}".encode())
         draw = _mixed(_mixed(_mixed(draw) ^ heads) ^ positions)
         return draw.double() / (_LOW + 1)

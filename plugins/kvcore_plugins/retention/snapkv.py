@@ -12,12 +12,12 @@ from kvcore.engine import HeldTokens, Reads, Tensor
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class SnapKV(ScoreRetention):
-    """Keep what the newest tokens of the prompt attend to, with its neighbours; once.
+    """Keep the tokens that the end of the prompt attends to, and their neighbours; once.
 
     The `window` newest tokens vote for those before them, by their attention weights. Votes
     are averaged over these tokens and over the query heads of a K/V head, and then over `pool`
-    neighbours in the text, so that what stands beside a detail stays with it. The window stays
-    itself. What is generated is kept whole, unless `when` says otherwise.
+    neighbours in the text, so that the context of a detail stays with it. The window itself
+    stays. Generated tokens are all kept, unless `when` is `always`.
 
     Options:
         budget, sinks: as of every policy with scores; the window is part of the budget.
@@ -66,7 +66,7 @@ class SnapKV(ScoreRetention):
 
         positions, weights = held.positions, held.weights
         votes = weights.mean(2).unflatten(1, (positions.shape[1], -1)).mean(2)
-        # Those who vote would spread the attention they give one another to the tokens before.
+        # Pooling would spread the attention within the window to the tokens before it.
         votes = votes.masked_fill(positions >= held.seq.position - self.window, 0)
         order = positions.argsort(-1)
         pooled = avg_pool1d(

@@ -27,8 +27,8 @@ class TOVA(ScoreRetention):
     reads = Reads(queries=1)
 
     def score(self, held: HeldTokens) -> Tensor:
-        """Return the weight that the newest token gave each token, in all heads alike.
+        """Return the weight that the newest token gave each token, the same in all heads.
 
-        All heads of a layer hold the same tokens then, in the same order.
+        So all heads of a layer hold the same tokens, in the same order.
         """
         return held.weights[:, :, -1].mean(1, keepdim=True).expand(held.positions.shape)

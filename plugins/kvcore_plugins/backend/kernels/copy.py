@@ -23,7 +23,7 @@ CHUNK_BYTES = 8192
 WARPS = 4
 
 WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-"""What is moved at a time, by the bytes to which rows are aligned."""
+"""Word that is moved at a time, by the bytes to which rows are aligned."""
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def _move(
 ) -> None:
     """Move a piece of a row of a matrix.
 
-    A matrix is four numbers, in words but for the first: address, width of a row, words from
-    one row to the next, and the place of its rows in a row of the stage. Rows are aligned to
+    A matrix is four numbers: its address, and in words the width of a row, the distance of two
+    rows, and the place of its rows in a row of the stage. Rows are aligned to
     `pair` words, so that a thread moves 16 bytes at a time.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,7 @@ class RowMover:
         self._stage_words = self.bytes // size
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows, where none that is written is read: the order is any."""
+        """Copy rows in any order: no row that is written is read."""
         self._launch(None, sources, targets)
 
     def gather(self, sources: Tensor, stage: Tensor | None = None) -> Tensor:
@@ -108,13 +108,13 @@ class RowMover:
         return stage
 
     def scatter(self, stage: Tensor, targets: Tensor) -> None:
-        """Write what `gather` returned."""
+        """Write rows that `gather` returned."""
         self._launch(stage, None, targets)
 
     def _launch(
         self, stage: Tensor | None, sources: Tensor | None, targets: Tensor | None
     ) -> None:
-        """Move rows; what there is none of is the stage."""
+        """Move rows; without sources or targets, from or to the stage."""
         named = sources if sources is not None else targets
         assert named is not None
         if not len(named):

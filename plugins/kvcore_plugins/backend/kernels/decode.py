@@ -31,8 +31,8 @@ PLAIN, FP8, FP8_BY_HEAD, INT8_BY_TOKEN, INT4_BY_TOKEN = range(5)
 def _widened(numbers, bits: tl.constexpr, dot: tl.constexpr):
     """Return fp8 as a dtype that can be multiplied.
 
-    `bits` says what is given: 0: numbers of fp8, 5: bytes of E5M2, which are upper bytes of
-    fp16, 4: bytes of E4M3, which become a 256th of the number; NaN stays NaN.
+    `bits` is the form of the numbers. 0: numbers of fp8; 5: bytes of E5M2, which are upper
+    bytes of fp16; 4: bytes of E4M3, which become a 256th of the number. NaN stays NaN.
     """
     if bits == 0:
         wide = numbers.to(tl.float16)
@@ -95,7 +95,7 @@ def _weighted(
     bits: tl.constexpr,
     dot: tl.constexpr,
 ):
-    """Add a tile of values, weighted, to what there is: `low`, and `high` of 4-bit codes."""
+    """Add a weighted tile of values to the sums `low`, and `high` of 4-bit codes."""
     weights = weights.to(dot)
     if way == 0:
         low = tl.dot(weights, values.to(dot), low, input_precision="ieee")
@@ -164,7 +164,7 @@ def _ids(
 def _rows(
     numbers, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr
 ):
-    """Load `[tile, padded]` numbers; what is beyond the width, or not seen, is zero."""
+    """Load `[tile, padded]` numbers; those beyond the width, or not seen, are zero."""
     column = tl.arange(0, padded)
     where = numbers + offsets[:, None] + column[None, :]
     if whole and padded == width:
@@ -180,7 +180,7 @@ def _rows(
 def _columns(
     numbers, offsets, width: tl.constexpr, padded: tl.constexpr, seen, whole: tl.constexpr
 ):
-    """Load what `_rows` does, transposed: `[padded, tile]`."""
+    """Load the numbers that `_rows` loads, transposed: `[padded, tile]`."""
     column = tl.arange(0, padded)
     where = numbers + offsets[None, :] + column[:, None]
     if whole and padded == width:
@@ -204,7 +204,7 @@ def _grids(
     whole: tl.constexpr,
     way: tl.constexpr,
 ):
-    """Load what the codec has besides codes for each token of a tile: one number, or a word."""
+    """Load the scale or the grid of each token of a tile: one number, or a word."""
     if way < 2:
         found = 0.0
     else:
@@ -343,8 +343,8 @@ def attend_chunks(
 
     Grid: K/V heads x entries of the work list. An entry is empty where its chunk is.
     Of a head of a token, `width` and `value_width` numbers are stored: the `full` width of a
-    query, or half of it where codes have 4 bits. `totals` takes the logarithms of the sums of
-    weights of whole sequences, where they are wanted.
+    query, or half of it if codes have 4 bits. `totals`, if it is given, gets the logarithms of
+    the sums of weights of whole sequences.
     """
     head, heads = tl.program_id(0), tl.num_programs(0)
     entry = work + tl.program_id(1) * 5
@@ -431,8 +431,8 @@ def combine_chunks(
 ):
     """Combine the chunks of one sequence, for one query head.
 
-    Grid: query heads x sequences. A sequence is its row and the first and last but one slot
-    of its chunks; it has none where it is empty.
+    Grid: query heads x sequences. A sequence is its row, the first slot of its chunks, and the
+    slot after the last; it is skipped if it has no slots.
     """
     head, heads = tl.program_id(0), tl.num_programs(0)
     entry = splits + tl.program_id(1) * 3

@@ -1,7 +1,7 @@
 """A kernel that writes new K/V into blocks: as it is, or as a codec by token codes it.
 
-One pass and one launch for K and V: keys are rotated on the way if they are yet to be, and
-what is coded is read once and never written but as codes. Needs Triton.
+One pass and one launch for K and V: keys are rotated on the way, if they are not rotated yet,
+and K/V is read once, and written only as codes. Needs Triton.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
@@ -43,7 +43,7 @@ def _above(number):
 
 @triton.jit
 def _fp8(number, precision: tl.constexpr, bias: tl.constexpr):
-    """Return the codes of numbers in fp8, none of which is too great; ties go to even.
+    """Return the codes of numbers that fp8 can hold; ties go to even.
 
     In integers, since older GPUs convert to neither format, and the interpreter wrongly.
     """
@@ -53,7 +53,7 @@ def _fp8(number, precision: tl.constexpr, bias: tl.constexpr):
     half: tl.constexpr = (1 << (dropped - 1)) - 1
     code = (bits + half + ((bits >> dropped) & 1)) >> dropped
     code -= (127 - bias) << precision
-    # Below the least exponent steps are all alike. Adding 1.5 * 2^23 rounds to whole ones.
+    # Below the least exponent all steps are equal. Adding 1.5 * 2^23 rounds to whole ones.
     small = bits.to(tl.float32, bitcast=True) * (1 << (bias - 1 + precision))
     small = tl.where(small < 1 << precision, small, 0.0)
     whole = ((small + 12582912.0) - 12582912.0).to(tl.int32)
@@ -237,7 +237,7 @@ class Target:
         way: how a row is stored; the same for K and V of a pool.
         planes: matrices with a row for each token of each head: numbers as they are, or a
             codec's codes and scales as bytes.
-        factor, greatest: by what a codec divides numbers, and its greatest one.
+        factor, greatest: divisor of a codec's numbers, and the greatest number it has.
         precision, bias: bits of the mantissa, and bias of the exponent, of fp8.
     """
 
@@ -265,13 +265,13 @@ class Target:
 
 
 New: TypeAlias = tuple[Target, Tensor, Tensor, Rotation | None]
-"""Where rows are written, into which of its rows, the rows, and how they are rotated."""
+"""A target, its rows to write into, the new rows, and the rotation of these."""
 
 
 def store_rows(first: New, second: New | None = None) -> None:
     """Write rows, `[tokens, heads, width]`, in one launch: those of K, of V, or of both.
 
-    The second are not rotated, and are as many as the first.
+    Those of `second` are not rotated, and equal in number.
     """
     target, _, rows, rotation = first
     tokens, heads, _ = rows.shape
@@ -314,7 +314,7 @@ def store_rows(first: New, second: New | None = None) -> None:
 
 
 def _arguments(new: New) -> tuple[Any, ...]:
-    """Return what the kernel is told of K or V."""
+    """Return the arguments of the kernel for K or V."""
     target, slots, rows, _ = new
     if rows.stride(2) != 1:
         rows = rows.contiguous()
