@@ -133,6 +133,7 @@ class KVCache:
         self._last_id = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
+        self._traced_key_tokens = self.geometry.key_tokens
         plugins: list[Plugin] = [self.eviction, self.prefix]
         if self.retention is not None:
             plugins.append(self.retention)
@@ -266,10 +267,9 @@ class KVCache:
         Raises:
             InputError: the request's keys are not those the cache was made for.
         """
-        trace = self.trace
-        if trace is not None:
-            self._set_key_tokens(request, trace)
-            trace.request(request, now)
+        if self.trace is not None:
+            self._trace_key_tokens(request, self.trace)
+            self.trace.request(request, now)
 
     def open(  # noqa: C901, PLR0912 - one admission, told from top to bottom
         self,
@@ -298,7 +298,7 @@ class KVCache:
         if tree.failure is not None:
             self._raise_failure()
         if trace is not None:
-            self._set_key_tokens(request, trace)
+            self._trace_key_tokens(request, trace)
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -394,7 +394,7 @@ class KVCache:
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
-            self._set_key_tokens(request, trace)
+            self._trace_key_tokens(request, trace)
             keys = seq.keys[: -(-blocks // self.geometry.ratio)]
             span = seq.span.id if hit else None
             trace.prefetch(
@@ -626,6 +626,8 @@ class KVCache:
         child = copy(seq)
         child.id, child.private = self._last_id, array("i", seq.private or ())
         child.data = None
+        if seq.request.publishes:
+            child.keys = list(seq.keys)  # `append_keys` makes each of them longer on its own
         pool.share(child.private)
         if seq.family is None:
             seq.family = [seq]
@@ -820,12 +822,12 @@ class KVCache:
 
     # Refusals and the trace.
 
-    def _set_key_tokens(self, request: Request, trace: Recorder) -> None:
-        """Set the `key_tokens` of the header by the first request, if they were not given."""
-        if self.geometry.is_assumed:
-            if request.key_tokens != self.geometry.key_tokens:
-                trace.describe(key_tokens=request.key_tokens)
-            self.geometry.set_key_tokens(request.key_tokens)
+    def _trace_key_tokens(self, request: Request, trace: Recorder) -> None:
+        """Write into the header how many tokens a key has, if the first request decides it."""
+        self.geometry.check_key_tokens(request)
+        if self._traced_key_tokens != request.key_tokens:
+            self._traced_key_tokens = request.key_tokens
+            trace.describe(key_tokens=request.key_tokens)
 
     def _at(self, now: Nanoseconds | None) -> int:
         """Return the time of a call: None is that of the call before."""

@@ -120,11 +120,6 @@ class BlockLayout:
         self._stride = stride
         self._expected = key_tokens
 
-    @property
-    def is_assumed(self) -> bool:
-        """Whether `key_tokens` is only assumed: no request has been seen."""
-        return self._expected is None
-
     def prompt(self, request: Request, target: int | None = None) -> PromptBlocks:
         """Lay `request` out. O(1), or O(keys) where a block is several keys.
 
@@ -142,7 +137,7 @@ class BlockLayout:
     ) -> tuple[Keys[Key], int, int, int, int, int]:
         """Return the fields of `prompt` as a plain tuple, which costs half as much."""
         if request.key_tokens != self._expected:
-            self._check_key_tokens(request)
+            self.check_key_tokens(request)
         size = self.block_size
         keys = request.keys
         if type(keys) is KeyPrefix:
@@ -188,16 +183,20 @@ class BlockLayout:
             self._recompute = default_prefill_cost()
         return self._recompute(context, tokens)
 
-    def _check_key_tokens(self, request: Request) -> None:
-        """Set `key_tokens` by the first request; refuse another number later."""
+    def check_key_tokens(self, request: Request) -> None:
+        """Check the `key_tokens` of `request`; the first request sets those of the layout.
+
+        Raises:
+            InputError: the two differ, or the block size does not fit.
+        """
         if self._expected is None:
             self.set_key_tokens(request.key_tokens)
-            return
-        msg = (
-            f"request {request.id} has keys of {request.key_tokens} tokens; "
-            f"this cache was made with key_tokens={self.key_tokens}"
-        )
-        raise InputError(msg)
+        elif request.key_tokens != self._expected:
+            msg = (
+                f"request {request.id} has keys of {request.key_tokens} tokens; "
+                f"this cache was made with key_tokens={self.key_tokens}"
+            )
+            raise InputError(msg)
 
     def _with_output(self, request: Request) -> Keys[Key]:
         """Return the keys of the prompt's full key blocks and of what follows them."""

@@ -103,7 +103,8 @@ class Tiers:
         if self.levels and self.levels[0].tier.load != "never":
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
             cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
-        cache.tree.watcher = self
+        if self.levels:
+            cache.tree.watcher = self
         cache.tiers = self
         self._devices = devices
         self.describe()
