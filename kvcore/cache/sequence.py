@@ -68,30 +68,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "admission",
-        "blocks",
-        "cacheable",
-        "compacted",
-        "computed",
-        "data",
-        "dropped",
-        "dropped_tokens",
-        "family",
-        "freed",
-        "hit_blocks",
-        "holes",
-        "id",
-        "is_open",
-        "kept",
-        "keys",
-        "lookup_blocks",
-        "priorities",
-        "private",
-        "request",
-        "span",
-        "target",
-        "tokens",
-    )
+        "admission", "blocks", "cacheable", "compacted", "computed", "data", "dropped",
+        "dropped_tokens", "family", "freed", "hit_blocks", "holes", "id", "is_open", "kept",
+        "keys", "lookup_blocks", "priorities", "private", "request", "span", "target", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -107,16 +87,6 @@ class Sequence:
         blocks: int,
         target: int,
         span: Span,
-        private: array[int] | None = None,
-        priorities: list[PriorityStep] | None = None,
-        family: list[Sequence] | None = None,
-        holes: tuple[Hole, ...] = (),
-        dropped: int = 0,
-        freed: int = 0,
-        compacted: int = 0,
-        kept: int = 0,
-        dropped_tokens: int = 0,
-        is_open: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
         self.id = id
         self.admission = admission
@@ -130,16 +100,13 @@ class Sequence:
         self.blocks = blocks
         self.target = target
         self.span = span
-        self.private = private
-        self.priorities = priorities
-        self.family = family
-        self.holes = holes
-        self.dropped = dropped
-        self.freed = freed
-        self.compacted = compacted
-        self.kept = kept
-        self.dropped_tokens = dropped_tokens
-        self.is_open = is_open
+        self.private: Ids | None = None
+        self.priorities: list[PriorityStep] | None = None
+        self.family: list[Sequence] | None = None
+        self.holes: tuple[Hole, ...] = ()
+        self.dropped = self.freed = 0
+        self.compacted = self.kept = self.dropped_tokens = 0
+        self.is_open = True
         self.data: Any = None
 
     @property

@@ -44,29 +44,11 @@ class Span:
     """
 
     __slots__ = (
-        "children",
-        "created",
-        "created_order",
-        "creator",
-        "data",
-        "end",
-        "expires",
-        "geometry",
-        "hit_count",
-        "id",
-        "ids",
-        "last_access",
-        "last_hit_order",
-        "last_request",
-        "parent",
-        "path_keys",
-        "priority",
-        "priority_until",
-        "ref_count",
-        "released_order",
-        "start",
+        "children", "created", "created_order", "creator", "data", "end", "expires", "geometry",
+        "hit_count", "id", "ids", "last_access", "last_hit_order", "last_request", "parent",
+        "path_keys", "priority", "priority_until", "ref_count", "released_order", "start",
         "tenant",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,6 +97,14 @@ class Span:
         self.path_keys = path_keys
         self.ids = ids
         self.creator = creator
+
+    @classmethod
+    def root(cls, geometry: BlockLayout) -> Span:
+        """Return the empty span at which every path begins. It is pinned once, for good."""
+        return cls(
+            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
+            None, geometry, (), None, None,
+        )  # fmt: skip
 
     @property
     def blocks(self) -> int:

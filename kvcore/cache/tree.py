@@ -78,48 +78,14 @@ class SpanTree:
 
     # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
-        "_announces",
-        "_block_spans",
-        "_created",
-        "_demoted",
-        "_evictable_blocks",
-        "_evicts_leaves",
-        "_expires",
-        "_index_insert",
-        "_index_remove",
-        "_index_split",
-        "_last_id",
-        "_match",
-        "_now",
-        "_on_access",
-        "_on_end",
-        "_on_extend",
-        "_on_insert",
-        "_on_leaf",
-        "_on_miss",
-        "_on_pin",
-        "_on_release",
-        "_on_remove",
-        "_on_split",
-        "_on_trim",
-        "_released",
-        "cached_blocks",
-        "evicted_blocks",
-        "eviction",
-        "expired_blocks",
-        "failure",
-        "fixed_order",
-        "geometry",
-        "index",
-        "pins",
-        "pool",
-        "residency",
-        "root",
-        "trace",
-        "unpinned_blocks",
-        "upper",
-        "watcher",
-    )
+        "_announces", "_block_spans", "_created", "_demoted", "_evictable_blocks",
+        "_evicts_leaves", "_expires", "_index_insert", "_index_remove", "_index_split",
+        "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
+        "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
+        "_released", "cached_blocks", "evicted_blocks", "eviction", "expired_blocks", "failure",
+        "fixed_order", "geometry", "index", "pins", "pool", "residency", "root", "trace",
+        "unpinned_blocks", "upper", "watcher",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -144,10 +110,7 @@ class SpanTree:
         self.pins: ClientPins | None = None
         # By the release since which it is not used, for a span that is used is demoted no more.
         self._demoted: dict[Span, int] = {}
-        self.root = Span(
-            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-            None, geometry, (), None, None,
-        )  # fmt: skip
+        self.root = Span.root(geometry)
         self._last_id = self._created = self._released = self._now = 0
         self._match = index.match
         self._index_insert = find_override(index, "insert")

@@ -8,11 +8,9 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache, partial
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     Optional,
@@ -37,9 +35,6 @@ from kvcore.plugins.base import (
     qualified,
 )
 from kvcore.units import parse_whole
-
-if TYPE_CHECKING:
-    from cattrs import Converter
 
 P = TypeVar("P", bound=Plugin)
 
@@ -189,7 +184,7 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
         msg = f"{label} takes {shown}, which has no text form; build {qualified(cls)} in code"
         raise InputError(msg) from error
     try:
-        return _SIMPLE[kind](text) if kind in _SIMPLE else _converter().structure(text, kind)
+        return _read(kind, text)
     except (ValueError, LookupError, InputError) as error:
         why = " below 2^63" if "out of range" in str(error) else ""
         msg = f"{label} takes {expected}{why}, not {shorten(text)!r}"
@@ -255,9 +250,6 @@ def _members(union: Any) -> list[Any]:
     return members
 
 
-_BOOLS = {"true": True, "false": False}
-
-
 def _number(text: str) -> float:
     value = float(text)
     if math.isnan(value):
@@ -265,49 +257,33 @@ def _number(text: str) -> float:
     return value
 
 
-def _read(simple: Callable[[str], Any], text: str, _: object) -> Any:
-    return simple(text)
-
-
-_SIMPLE: dict[Any, Callable[[str], Any]] = {
+_READERS: dict[Any, Callable[[str], Any]] = {
     NoneType: {"none": None}.__getitem__,
-    bool: _BOOLS.__getitem__,
+    bool: {"true": True, "false": False}.__getitem__,
     int: parse_whole,
     float: _number,
-    str: str,
     Path: input_path,
+    str: str,
+    Any: str,
 }
-"""The readers of types that are no choice or union, which take no converter."""
 
 
-@cache
-def _converter() -> Converter:
-    """Return the converter of option texts. cattrs is imported late: that takes 30 ms."""
-    from cattrs import Converter  # noqa: PLC0415
+def _read(kind: Any, text: str) -> Any:
+    """Return the value of type `kind` that `text` stands for.
 
-    def choice(literal: Any) -> Callable[[str, object], Any]:
-        choices = {as_text(value): value for value in get_args(literal)}
-        return lambda text, _: choices[text]
-
-    def first(union: Any) -> Callable[[str, object], Any]:
-        order = list(_WORDS)
-        members = sorted(_members(union), key=lambda m: order.index(m) if m in order else -1)
-
-        def read(text: str, _: object) -> Any:
-            # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
-            is_share = float in members and "." in text and text[-1:].isdigit()
-            for member in members:
-                if member is int and is_share:
-                    continue
-                with suppress(ValueError, LookupError, InputError):
-                    return converter.structure(text, member)
-            raise ValueError(text)
-
-        return read
-
-    converter = Converter()
-    for simple, read in _SIMPLE.items():
-        converter.register_structure_hook(simple, partial(_read, read))
-    converter.register_structure_hook_factory(_is_literal, choice)
-    converter.register_structure_hook_factory(_is_union, first)
-    return converter
+    Raises:
+        ValueError, LookupError, InputError: there is none.
+    """
+    if kind in _READERS:
+        return _READERS[kind](text)
+    if _is_literal(kind):
+        return {as_text(value): value for value in get_args(kind)}[text]
+    members = _members(kind)
+    # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
+    if float in members and "." in text and text[-1:].isdigit():
+        members = [member for member in members if member is not int]
+    order = list(_READERS)
+    for member in sorted(members, key=lambda m: order.index(m) if m in order else -1):
+        with suppress(ValueError, LookupError, InputError):
+            return _read(member, text)
+    raise ValueError(text)

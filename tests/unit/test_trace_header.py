@@ -91,7 +91,7 @@ def test_a_request_with_other_keys_is_not_announced(tmp_path):
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(100, 16, trace=trace, key_tokens=512)
-        with pytest.raises(InputError, match="keys of 64 tokens; .* key_tokens=512"):
+        with pytest.raises(InputError, match=r"keys of 64 tokens; .* key_tokens=512"):
             cache.announce(Request(id=1, prompt_tokens=64, keys=[7], key_tokens=64), 0)
     assert [line["event"] for line in lines(path)] == ["HEADER", "END"]
 
