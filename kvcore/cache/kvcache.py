@@ -413,9 +413,7 @@ class KVCache:
             OutOfBlocks: there is no room; nothing has changed.
             PolicyError: a plugin failed.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        now = self._at(now)
+        now = self._begin(seq, now)
         if tokens < 0:
             msg = f"extend by {tokens} tokens: give 0 or more, or use rollback"
             raise InputError(msg)
@@ -519,9 +517,7 @@ class KVCache:
             OutOfBlocks: there is no room for the copy; nothing has changed.
             PolicyError: a plugin failed.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        now = self._at(now)
+        now = self._begin(seq, now)
         held = seq.held
         if not 0 < tokens < held or not is_past_shared(seq):
             msg = (
@@ -617,10 +613,8 @@ class KVCache:
             InputError: tokens beyond the prompt are allocated and not committed, so the
                 two would compute different tokens in the same place.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+        now = self._begin(seq, now)
         seq.check_fork()
-        now = self._at(now)
         pool = self._pool_with_ids()
         self._last_id += 1
         child = copy(seq)
@@ -647,9 +641,7 @@ class KVCache:
         Raises:
             InputError: it would reach into blocks that are already shareable, or dropped.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        now = self._at(now)
+        now = self._begin(seq, now)
         seq.check_rollback(tokens)
         left = seq.tokens - tokens
         first = -(-left // self.geometry.block_size)
@@ -838,6 +830,12 @@ class KVCache:
             raise InputError(msg)
         self.now = now
         return now
+
+    def _begin(self, seq: Sequence, now: Nanoseconds | None) -> int:
+        """Check that `seq` is open in this cache, and return the time of the call."""
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        return self._at(now)
 
     def _refuse(self, seq: Sequence) -> NoReturn:
         """Refuse a call: a plugin has failed, or `seq` is closed, or of another cache."""

@@ -46,11 +46,8 @@ kvcore itself are called as the kind whose hook they have."""
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
 
-NO_PLUGINS = {
-    ("eviction", "belady"): "it is no policy but a bound, and comparisons alone know it",
-    ("eviction", "optimum"): "it is no policy but a bound, and comparisons alone know it",
-}
-"""Names that are not to be found here, by kind and name, and why."""
+BOUNDS = ("belady", "optimum")
+"""Names beside those of eviction policies in comparisons, which are not plugins."""
 
 DISABLE = "KVCORE_DISABLE_PLUGINS"
 """Environment variable: the entry points to skip, by name, separated by commas."""
@@ -173,8 +170,8 @@ class Plugins:
                 raise PluginError(info.reason)
         names = sorted(found)
         msg = f"no {kind} plugin is named {name!r}"
-        if (kind, name) in NO_PLUGINS:
-            msg += f": {NO_PLUGINS[kind, name]}"
+        if kind == "eviction" and name in BOUNDS:
+            msg += ": it is no policy but a bound, and comparisons alone know it"
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"

@@ -205,16 +205,24 @@ def _type_of(cls: type[Plugin], option: Option) -> Any:
 _NAMES = {"Any": Any, "Literal": Literal, "Optional": Optional, "Path": Path, "Union": Union}
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError(text)
+    return value
+
+
 # Ordered: the members of a union are tried in this order, so that `str` is the last resort.
-_WORDS: dict[Any, str] = {
-    NoneType: "none",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    Path: "a path",
-    str: "text",
-    Any: "text",
+_TYPES: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    NoneType: ("none", {"none": None}.__getitem__),
+    bool: ("true or false", {"true": True, "false": False}.__getitem__),
+    int: ("an integer", parse_whole),
+    float: ("a number", _number),
+    Path: ("a path", input_path),
+    str: ("text", str),
+    Any: ("text", str),
 }
+"""By type, what messages call the text of a value, and the function that reads it."""
 
 
 def _expected(kind: Any) -> str:
@@ -227,7 +235,7 @@ def _expected(kind: Any) -> str:
         return " or ".join(map(as_text, get_args(kind)))
     if _is_union(kind):
         return " or ".join(_expected(member) for member in _members(kind))
-    return _WORDS[kind]
+    return _TYPES[kind][0]
 
 
 def _is_literal(kind: Any) -> bool:
@@ -244,28 +252,10 @@ def _members(union: Any) -> list[Any]:
     Raises:
         KeyError: none has, but None.
     """
-    members = [m for m in get_args(union) if _is_literal(m) or m in _WORDS]
+    members = [m for m in get_args(union) if _is_literal(m) or m in _TYPES]
     if members in ([], [NoneType]):
         raise KeyError(union)
     return members
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if math.isnan(value):
-        raise ValueError(text)
-    return value
-
-
-_READERS: dict[Any, Callable[[str], Any]] = {
-    NoneType: {"none": None}.__getitem__,
-    bool: {"true": True, "false": False}.__getitem__,
-    int: parse_whole,
-    float: _number,
-    Path: input_path,
-    str: str,
-    Any: str,
-}
 
 
 def _read(kind: Any, text: str) -> Any:
@@ -274,15 +264,15 @@ def _read(kind: Any, text: str) -> Any:
     Raises:
         ValueError, LookupError, InputError: there is none.
     """
-    if kind in _READERS:
-        return _READERS[kind](text)
+    if kind in _TYPES:
+        return _TYPES[kind][1](text)
     if _is_literal(kind):
         return {as_text(value): value for value in get_args(kind)}[text]
     members = _members(kind)
     # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
     if float in members and "." in text and text[-1:].isdigit():
         members = [member for member in members if member is not int]
-    order = list(_READERS)
+    order = list(_TYPES)
     for member in sorted(members, key=lambda m: order.index(m) if m in order else -1):
         with suppress(ValueError, LookupError, InputError):
             return _read(member, text)

@@ -539,9 +539,9 @@ class Tiers:
                 "dropped_blocks": dict(level.stats.dropped),
                 "read_bytes": level.link.read_bytes,
                 "written_bytes": level.link.written_bytes,
-                "link_busy_s": level.link.busy_ns / 10**9,
-                "load_s": level.stats.load_ns / 10**9,
-                "load_wait_s": level.stats.wait_ns / 10**9,
+                "link_busy_s": level.link.busy_ns / NS_PER_S,
+                "load_s": level.stats.load_ns / NS_PER_S,
+                "load_wait_s": level.stats.wait_ns / NS_PER_S,
             }
             for level in self.levels
         ]  # fmt: skip

@@ -18,6 +18,7 @@ from kvcore.plugins import policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 from kvcore.tiers.tier import Link, Tier
+from kvcore.units import NS_PER_S
 
 
 @attrs.define
@@ -161,7 +162,7 @@ class Level:
         self.stats = TierStats()
         self.slot_bytes = slot_bytes
         self._cache = cache
-        self._max_wait = round(tier.max_wait * 10**9)
+        self._max_wait = round(tier.max_wait * NS_PER_S)
         self._serial = 0
         # What the last store was asked for; None when anything has left since.
         self._held: tuple[Span, int] | None = None

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from kvcore import Request, Span
 from kvcore.cache import GhostTree, LazyHeap
-from kvcore_plugins.eviction.queues import QueuePolicy, evictable_rest
+from kvcore_plugins.eviction.queues import QueuePolicy
 
 
 class ARC(QueuePolicy):
@@ -38,7 +38,6 @@ class ARC(QueuePolicy):
 
     _target = 0.0
     _hit_b2: int | str | None = None
-    _victim: Span | None = None
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; create the queues and their ghosts."""
@@ -52,11 +51,9 @@ class ARC(QueuePolicy):
         """Insert `span` into its queue by the order of release."""
         self._queues[span.data].push((span.released_order, span.id, span))
 
-    def leave(self, span: Span) -> None:
-        """Remove `span` from its queue."""
-        self._queues[span.data].discard(span)
-        if span is self._victim:
-            self._victim = None
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the heap of T1 or T2."""
+        return self._queues[span.data]
 
     def on_insert(self, span: Span, now: int) -> None:
         """Assign `span` to T1, or to T2 if it was evicted not long ago."""
@@ -81,9 +78,7 @@ class ARC(QueuePolicy):
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Move `span` from its queue to the ghost of that queue."""
-        victim = evictable_rest(span) if span is self._victim else self._victim
-        self.leave(span)
-        self._victim = victim
+        super().on_remove(span, reason)
         self.on_trim(span, span.blocks)
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:

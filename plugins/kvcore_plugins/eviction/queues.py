@@ -6,23 +6,35 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 from kvcore import EvictionPolicy, Span
+from kvcore.cache import LazyHeap
 
 
 class QueuePolicy(EvictionPolicy):
     """Base of the policies that keep spans in queues.
 
     The position of a span in its queue is stored in `span.data`, a value that is replaced
-    and never changed. A split copies it. Only evictable leaves are searched for a victim,
-    so a derived class defines how one enters the order that `victim` reads, and leaves it.
+    and never changed. A split copies it. A victim is searched for among the evictable
+    leaves alone, so a heap for each queue holds these, in the order of the queue.
+
+    A derived class that stores its victim in `_victim` keeps it until the span has left the
+    cache or is pinned.
     """
+
+    _victim: Span | None = None
+
+    @abstractmethod
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the heap with the evictable leaves of the queue that `span` is in."""
 
     @abstractmethod
     def enter(self, span: Span) -> None:
-        """Insert `span`, which has become an evictable leaf, into the order."""
+        """Insert `span`, which has become an evictable leaf, into the heap of its queue."""
 
-    @abstractmethod
     def leave(self, span: Span) -> None:
-        """Remove `span` from the order if it is in."""
+        """Remove `span` from the heap of its queue if it is there."""
+        self.queue_of(span).discard(span)
+        if span is self._victim:
+            self._victim = None
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Copy the position to the upper half."""
@@ -41,6 +53,12 @@ class QueuePolicy(EvictionPolicy):
         """Insert a span that has become a leaf."""
         self.enter(span)
 
+    def on_remove(self, span: Span, reason: str) -> None:
+        """Remove `span`; if a split had cut off its first blocks, they are the next victim."""
+        victim = _evictable_rest(span) if span is self._victim else self._victim
+        self.leave(span)
+        self._victim = victim
+
 
 def same_history(span: Span) -> Iterator[Span]:
     """Yield `span` and the spans above it that were one with it before a split.
@@ -56,7 +74,7 @@ def same_history(span: Span) -> Iterator[Span]:
         above = above.parent
 
 
-def evictable_rest(span: Span) -> Span | None:
+def _evictable_rest(span: Span) -> Span | None:
     """Return the upper half of the split that made `span`, which was just removed.
 
     None if there is no such span, or if it is not evictable.

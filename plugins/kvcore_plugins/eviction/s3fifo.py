@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 from kvcore import InputError, Span
 from kvcore.cache import GhostTree, LazyHeap
-from kvcore_plugins.eviction.queues import QueuePolicy, evictable_rest, same_history
+from kvcore_plugins.eviction.queues import QueuePolicy, same_history
 
 MAX_FREQUENCY = 3
 """Hits are counted in two bits."""
@@ -56,7 +56,6 @@ class S3FIFO(QueuePolicy):
 
     _small_tokens = 0
     _last_order = 0
-    _victim: Span | None = None
 
     def __init__(self, small: float = 0.1, ghost: float = 0.9, promote: int = 2) -> None:
         """Store the options."""
@@ -87,13 +86,11 @@ class S3FIFO(QueuePolicy):
 
     def enter(self, span: Span) -> None:
         """Insert `span` into its queue at its position."""
-        self._queue_of(span).push((span.data.order, span.id, span))
+        self.queue_of(span).push((span.data.order, span.id, span))
 
-    def leave(self, span: Span) -> None:
-        """Remove `span` from its queue."""
-        self._queue_of(span).discard(span)
-        if span is self._victim:
-            self._victim = None
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the heap of the main queue, or of the small one."""
+        return self._main if span.data.in_main else self._small
 
     def on_insert(self, span: Span, now: int) -> None:
         """Append `span` to a queue: to the main one if it was evicted not long ago."""
@@ -120,9 +117,7 @@ class S3FIFO(QueuePolicy):
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Remove `span` from its queue, and remember it if that is the small one."""
-        victim = evictable_rest(span) if span is self._victim else self._victim
-        self.leave(span)
-        self._victim = victim
+        super().on_remove(span, reason)
         self.on_trim(span, span.blocks)
 
     def victim(self, now: int) -> Span:
@@ -143,9 +138,6 @@ class S3FIFO(QueuePolicy):
             else:
                 self._victim = span
         return self._victim
-
-    def _queue_of(self, span: Span) -> LazyHeap[Span]:
-        return self._main if span.data.in_main else self._small
 
     def _append_to_main(self, span: Span, frequency: int) -> None:
         """Move `span` to the new end of the main queue, with the spans of its history."""
