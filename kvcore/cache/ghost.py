@@ -1,4 +1,4 @@
-"""Ghosts: the keys of blocks that were evicted lately, remembered without their blocks."""
+"""Ghosts: the keys of recently evicted blocks, stored without the blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvcore.request import Key, Request
 
 @attrs.define(eq=False, repr=False)
 class _Run:
-    """Block positions `[start, end)` of one path: remembered, or an inner node of the tree.
+    """Block positions `[start, end)` of one path: a ghost, or an inner node of the tree.
 
-    The runs that are remembered form a doubly linked ring in the order in which they were
-    added; an inner node has neither `older` nor `newer`.
+    Ghosts form a doubly linked ring in the order in which they were added; an inner node has
+    neither `older` nor `newer`.
     """
 
     start: int
@@ -44,14 +44,13 @@ class _Run:
 
 
 class GhostTree:
-    """Remembers up to `capacity` tokens of evicted spans: a radix tree without blocks.
+    """Stores the keys of up to `capacity` tokens of evicted spans: a radix tree without blocks.
 
     Over capacity the least recently added run is dropped, tail first. The capacity is rounded
     down to whole keys, so that the content does not depend on how many blocks a key has.
 
-    Every call costs O(runs on the path it is about), `add` and `resize` besides O(runs
-    dropped). Memory is proportional to the runs remembered; keys are kept by reference,
-    as spans keep them.
+    Every call costs O(runs on the path of its keys); `add` and `resize` also cost O(runs
+    dropped). Memory is O(runs); keys are stored by reference, as in spans.
 
     Args:
         tokens: the capacity in tokens.
@@ -63,10 +62,10 @@ class GhostTree:
     __slots__ = ("_block_size", "_ratio", "_ring", "capacity", "tokens")
 
     capacity: int
-    """The most tokens that are remembered; changed by `resize`."""
+    """The maximum of `tokens`; changed by `resize`."""
 
     tokens: int
-    """The number of tokens remembered."""
+    """The number of tokens whose keys are stored."""
 
     def __init__(self, tokens: int) -> None:
         """Create an empty tree with a capacity of `tokens` tokens."""
@@ -77,11 +76,11 @@ class GhostTree:
         self.resize(tokens)
 
     def add(self, span: Span, blocks: int) -> None:
-        """Remember the last `blocks` blocks of `span`, which were evicted just now.
+        """Store the keys of the last `blocks` blocks of `span`, which were just evicted.
 
         For a policy to call in its `on_trim(span, blocks)`, and in its `on_remove` with
         `span.blocks`. The blocks become the most recent content, the tail the oldest of
-        them, whether they were remembered before or not.
+        them, even if they were stored before.
         """
         self._block_size, self._ratio = span.geometry.block_size, span.geometry.ratio
         end = span.end
@@ -94,9 +93,9 @@ class GhostTree:
         self._shrink()
 
     def match(self, request: Request) -> int:
-        """Return how many tokens of the prompt of `request` are remembered. Pure.
+        """Return how many tokens of the prompt of `request` are stored. Changes nothing.
 
-        They need not begin at its start: the blocks before may be cached.
+        They need not begin at its start: the blocks before them may be cached.
         """
         if not self.tokens:
             return 0
@@ -119,7 +118,7 @@ class GhostTree:
         return found * self._block_size
 
     def forget(self, span: Span) -> int:
-        """Drop the blocks of `span`, and return how many of its tokens were remembered.
+        """Drop the blocks of `span`, and return how many of its tokens were stored.
 
         For a policy to call in its `on_insert` and `on_extend`: the span is cached again.
         """
@@ -133,10 +132,10 @@ class GhostTree:
         return before - self.tokens
 
     def resize(self, tokens: int) -> None:
-        """Change the capacity to `tokens` tokens, and drop what exceeds it.
+        """Change the capacity to `tokens` tokens, and drop the oldest content above it.
 
         Raises:
-            InputError: fewer than 0.
+            InputError: `tokens` is below 0.
         """
         if tokens < 0:
             msg = f"a ghost of {tokens} tokens: give 0 or more"
@@ -160,7 +159,7 @@ class GhostTree:
         self._prune(deepest)
 
     def _begin(self, keys: Keys[Key], start: int, end: int) -> None:
-        """Remember `[start, end)` of a path of which nothing is remembered, no cut to mend."""
+        """Store `[start, end)` of a path whose first key is new: no run is cut or joined."""
         at = ring = self._ring
         if start:
             at = ring.children[keys[0]] = _Run(0, start, keys, ring)

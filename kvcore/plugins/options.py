@@ -41,13 +41,13 @@ P = TypeVar("P", bound=Plugin)
 
 @attrs.frozen
 class Spec:
-    """A plugin as text asks for it: a name, and options that are still text."""
+    """The name of a plugin and its options, as text."""
 
     name: str
     options: dict[str, str] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
-        """Return the text that parses to this."""
+        """Return the text from which `parse` makes an equal object."""
         options = ",".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
@@ -90,14 +90,13 @@ def parse(text: str) -> list[Spec]:
 def instantiate(
     cls: type[P], options: Mapping[str, str], defaults: Mapping[str, Any] | None = None
 ) -> P:
-    """Build `cls` from options in text, each converted to the type it is annotated with.
+    """Build `cls` from options in text, each converted to its annotated type.
 
-    `defaults` are values, not text, of options that are not given; those that `cls` does
-    not have are left out.
+    `defaults` are values, not text, of options that are not given; names that `cls` does not
+    have are left out.
 
     Raises:
-        InputError: an option that `cls` does not have, does not accept or cannot do
-            without.
+        InputError: an option is unknown, missing, or has a value that `cls` does not accept.
         PluginError: the constructor raised anything but TypeError, ValueError or OSError.
     """
     label = f"{cls.kind} plugin {cls.name!r}"
@@ -135,7 +134,7 @@ def instantiate(
 
 
 def spec_of(plugin: Plugin) -> Spec:
-    """Return the text of a plugin, without the options that have their default."""
+    """Return the text of a plugin, without the options whose value is the default."""
     defaults = {option.name: option.default for option in options_of(type(plugin))}
     given = plugin.options().items()
     return Spec(plugin.name, {name: as_text(v) for name, v in given if v != defaults[name]})
@@ -162,7 +161,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return the value of an option as its text is read: `true`, `none`, `300`."""
+    """Return the text of an option's value, which reads as the same value: `true`, `none`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -192,7 +191,7 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
 
 
 def _type_of(cls: type[Plugin], option: Option) -> Any:
-    """Return the type of an option; its annotation if that cannot be resolved."""
+    """Return the type of an option, or its annotation if that cannot be resolved."""
     holder = SimpleNamespace(__annotations__={"option": option.annotation})
     modules = [vars(sys.modules.get(each.__module__, sys)) for each in cls.__mro__]
     try:
@@ -201,7 +200,7 @@ def _type_of(cls: type[Plugin], option: Option) -> Any:
         return option.annotation
 
 
-# What an annotation may say although its module imports it for type checkers alone.
+# Names in annotations that a module may import for type checkers alone.
 _NAMES = {"Any": Any, "Literal": Literal, "Optional": Optional, "Path": Path, "Union": Union}
 
 
@@ -222,11 +221,11 @@ _TYPES: dict[Any, tuple[str, Callable[[str], Any]]] = {
     str: ("text", str),
     Any: ("text", str),
 }
-"""By type, what messages call the text of a value, and the function that reads it."""
+"""By type, the description of its values in messages, and the function that reads them."""
 
 
 def _expected(kind: Any) -> str:
-    """Return what the text of a value of type `kind` looks like.
+    """Return the description of the values of type `kind` in messages.
 
     Raises:
         KeyError: `kind` has no text form.
@@ -247,10 +246,10 @@ def _is_union(kind: Any) -> bool:
 
 
 def _members(union: Any) -> list[Any]:
-    """Return the members of `union` that have a text form; the others are for code.
+    """Return the members of `union` that have a text form; others can be given in code.
 
     Raises:
-        KeyError: none has, but None.
+        KeyError: no member has one, except None.
     """
     members = [m for m in get_args(union) if _is_literal(m) or m in _TYPES]
     if members in ([], [NoneType]):
@@ -262,7 +261,7 @@ def _read(kind: Any, text: str) -> Any:
     """Return the value of type `kind` that `text` stands for.
 
     Raises:
-        ValueError, LookupError, InputError: there is none.
+        ValueError, LookupError, InputError: it stands for none.
     """
     if kind in _TYPES:
         return _TYPES[kind][1](text)
