@@ -1,4 +1,4 @@
-"""The base of queue policies: an order of evictable leaves, and spans of one history."""
+"""The base class of queue policies, with queues of spans and heaps of evictable leaves."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class QueuePolicy(EvictionPolicy):
 
 
 def same_history(span: Span) -> Iterator[Span]:
-    """Yield `span` and the spans above it that were one with it before a split.
+    """Yield `span` and the spans above it that splits have cut off from it.
 
-    They were created and hit by the same requests, so a queue moves them together, as it
-    would have moved the undivided span.
+    The same requests created and hit them, so a queue moves them together, as it would have
+    moved the undivided span.
     """
     yield span
     above = span.parent
@@ -75,9 +75,9 @@ def same_history(span: Span) -> Iterator[Span]:
 
 
 def _evictable_rest(span: Span) -> Span | None:
-    """Return the upper half of the split that made `span`, which was just removed.
+    """Return the span that a split had cut off from `span`, which is being removed.
 
-    None if there is no such span, or if it is not evictable.
+    None if there is none, or if it is not evictable.
     """
     parts = same_history(span)
     next(parts)

@@ -1,4 +1,4 @@
-"""SIEVE: a queue, a bit, and a hand."""
+"""SIEVE: a queue, a bit for each span, and a hand."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SIEVE(QueuePolicy):
     or has children and leaves its bit alone. A span that loses its tail keeps the hand until
     it has left or is hit. On one-key requests this is the published algorithm.
 
-    The hand does not walk: it takes the first of the evictable leaves that are ahead of
-    it, and those behind wait for the next lap. So what it passes costs nothing, and each
-    event O(log leaves), amortised: a bit that is cleared was set by a hit.
+    The hand does not visit each span: it moves to the first of the evictable leaves ahead of
+    it, and those behind it are next in the following lap. So spans between cost nothing, and
+    each event O(log leaves), amortised: a bit that is cleared was set by a hit.
 
     `span.data` is the `Position` of the span.
 
