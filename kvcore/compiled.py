@@ -1,4 +1,4 @@
-"""What compiled modules need: marks for the compiler, types, and division as Python has it."""
+"""Helpers of compiled modules: marks for the compiler, argument types, exact division."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 __all__ = ["Count", "Nanoseconds", "divided", "mypyc_attr"]
 
 COMPILING = False
-"""True for the compiler alone, which is told so (`hatch_build.py`)."""
+"""True for the compiler alone, by an option in `hatch_build.py`."""
 
 if not COMPILING:
     Count: TypeAlias = int
-    """A whole number that a user gives. Compiled code takes anything, and refuses it itself."""
+    """A whole number from a user. Compiled code accepts any object, and checks it itself."""
     Nanoseconds: TypeAlias = int
-    """A time that a user gives, alike."""
+    """A time from a user, checked in the same way."""
 else:
     Count: TypeAlias = Any
     Nanoseconds: TypeAlias = Any
@@ -26,9 +26,9 @@ else:
     Class = TypeVar("Class", bound=type)
 
     def mypyc_attr(**_: bool) -> Callable[[Class], Class]:
-        """Return a decorator that leaves a class as it is."""
+        """Return a decorator that returns its class unchanged."""
         return lambda cls: cls
 
 
 divided: Callable[[int, int], float] = operator.truediv
-"""Divides integers of any size, rounding once. Compiled, `/` makes doubles of both first."""
+"""Divides integers of any size, rounding once. Compiled `/` rounds both to doubles first."""

@@ -1,11 +1,11 @@
-"""What is installed: versions and entry points, as `importlib.metadata` finds them.
+"""Versions and entry points of installed distributions, as in `importlib.metadata`.
 
-That module takes 20 ms to import, and as long to look at all that is installed. Where nothing
-but directories is on `sys.path`, their lists of files say the same, and are kept until they
-change; else it is asked.
+That module takes 20 ms to import, and 20 ms to read all distributions. If `sys.path` has
+directories alone, their lists of files give the same results, and are cached until they
+change; otherwise `importlib.metadata` is used.
 """
 
-# Paths are texts here: there may be hundreds.
+# Paths are plain strings here, since there may be hundreds.
 # ruff: noqa: PTH100, PTH113, PTH116, PTH118, PTH122, PTH123, PTH208
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 FOLDERS = (".dist-info", ".egg-info")
-"""How the names of directories end that describe what is installed beside them."""
+"""Suffixes of the directories with the metadata of a distribution."""
 
 
 class Installed:
-    """An installed distribution. What it lacks, that of `importlib.metadata` has.
+    """An installed distribution. Other attributes are read from `importlib.metadata`.
 
     Attributes:
-        folder: the directory that describes it.
+        folder: the directory with its metadata.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that `importlib.metadata` gives a distribution."""
+        """Return an attribute of the `importlib.metadata.Distribution` in the same folder."""
         from importlib.metadata import Distribution  # noqa: PLC0415 - see above
 
         return getattr(Distribution.at(self.folder), name)
 
     @cached_property
     def name(self) -> str:
-        """The name, as its metadata has it."""
+        """The name in its metadata."""
         return self._header("name")
 
     @cached_property
@@ -81,7 +81,7 @@ class Point:
     """An entry point, `package.module` or `package.module:name`, of an installed distribution.
 
     Attributes:
-        name, value, group: as the distribution has them.
+        name, value, group: the fields of the entry point.
         dist: the distribution.
     """
 
@@ -94,19 +94,19 @@ class Point:
 
     @property
     def plain(self) -> bool:
-        """Whether the value is dotted names alone, without extras or spaces."""
+        """Whether the value consists of dotted names, without extras or spaces."""
         return all(map(str.isidentifier, self.value.replace(":", ".", 1).split(".")))
 
     def load(self) -> Any:
-        """Import what the value names, and return it."""
+        """Import the object that the value names, and return it."""
         module = import_module(self.module)
         return reduce(getattr, filter(None, self._names.split(".")), module)
 
 
 def entry_points(group: str, of: str | None = None) -> list[EntryPoint | Point]:
-    """Return the entry points of a group: of each distribution that is first of its name.
+    """Return the entry points of a group, in the first distribution of each name on `sys.path`.
 
-    `of` is the name of the one distribution that is asked for; None: of all.
+    `of` is the name of a distribution to read alone; None: all.
     """
     if not _only_directories():
         from importlib import metadata  # noqa: PLC0415 - see above
@@ -151,7 +151,7 @@ def _folders() -> Iterator[tuple[str, str]]:
 
 @cache
 def _described(place: str, changed_ns: int) -> list[tuple[str, str]]:
-    """Return the same of one place, which is read anew when it has changed."""
+    """Return the same for one directory, which is read again after it has changed."""
     del changed_ns
     found = ((os.path.splitext(entry), entry) for entry in os.listdir(place))
     return [
@@ -170,7 +170,7 @@ def _only_directories() -> bool:
 
 
 def _normal(name: str) -> str:
-    """Return a name as it is compared: in lower case, `_` for any run of `-`, `_` and `.`."""
+    """Return a name in the form that is compared: lower case, `_` for runs of `-`, `_`, `.`."""
     name = name.lower().replace("-", "_").replace(".", "_")
     while "__" in name:
         name = name.replace("__", "_")
@@ -178,7 +178,7 @@ def _normal(name: str) -> str:
 
 
 def _text(folder: str, name: str) -> str:
-    """Return the text of a file; empty if there is none."""
+    """Return the text of a file, or an empty text if there is no such file."""
     path = os.path.join(folder, name)
     try:
         return _read(path, os.stat(path).st_mtime_ns)
@@ -188,7 +188,7 @@ def _text(folder: str, name: str) -> str:
 
 @cache
 def _read(path: str, changed_ns: int) -> str:
-    """Return the text of a file, which is read anew when it has changed."""
+    """Return the text of a file, which is read again after it has changed."""
     del changed_ns
     with open(path, encoding="utf-8") as file:
         return file.read()

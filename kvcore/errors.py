@@ -1,4 +1,4 @@
-"""The errors kvcore raises: each says what was asked, what is wrong, and what to do."""
+"""The exceptions of kvcore. A message has the request, the fault, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import ClassVar
 
 
 class KvcoreError(Exception):
-    """Base of every error a user of kvcore can cause or meet.
+    """Base of all errors that kvcore raises for its users.
 
-    `exit_code` is what the command line exits with when the error reaches it.
+    `exit_code` is the exit status of a command that the error ends.
     """
 
     exit_code: ClassVar[int] = 2
 
 
 class InputError(KvcoreError):
-    """An argument, option, file or row that cannot be used as given."""
+    """An argument, option, file or row that is not valid."""
 
 
 class PluginError(KvcoreError):
@@ -26,7 +26,7 @@ class PluginError(KvcoreError):
 
 
 class PolicyError(PluginError):
-    """A policy plugin raised, or answered with something that is not allowed."""
+    """A plugin that raised an exception, or returned a value outside its contract."""
 
 
 class OutOfBlocks(KvcoreError):
@@ -39,7 +39,7 @@ class OutOfBlocks(KvcoreError):
 
 
 class StorageError(KvcoreError):
-    """The disk refused a write: it is full, or gone."""
+    """A write to a disk that failed, as on a full disk."""
 
     exit_code = 3
 

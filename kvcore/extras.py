@@ -1,4 +1,4 @@
-"""Import of optional packages, at their first use."""
+"""Imports of optional packages, at their first use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvcore.errors import PluginError
 
 
 def import_extra(module: str, needed: str, extra: str, instead: str = "") -> Any:
-    """Import a module of a package that comes with an extra of kvcore.
+    """Import and return a module of a package that an extra of kvcore installs.
 
     Args:
         module: the name of the module.
-        needed: what needs it, as an error begins: `a plot needs matplotlib`.
-        extra: the extra that has the package.
-        instead: what can be done without it, as the error ends.
+        needed: the beginning of the error text, such as `a plot needs matplotlib`.
+        extra: the name of the extra.
+        instead: the end of the error text, with another way to reach the goal.
 
     Raises:
         PluginError: the package is not installed, or cannot be imported.

@@ -1,4 +1,4 @@
-"""Atomic files, which are whole or absent, their compression, and temporary ones."""
+"""Files: atomic ones, which are whole or absent, compressed ones, and temporary ones."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 16
 
 STEP_BYTES = {"gzip": 1 << 12, "zstd": 1 << 8}
-"""Compressed bytes that are decompressed at once: to 4 and 8 MiB at most."""
+"""Compressed bytes in one call of a decoder, which expand to 4 and 8 MiB at most."""
 
 EXPANDED_BYTES = 1 << 24
-"""Bytes that any compressed file may expand to, however small it is."""
+"""Bytes to which a compressed file of any size may expand."""
 
 LONGEST_LINE = 1 << 24
-"""Bytes of a line, which is held in memory as a whole."""
+"""The maximum of bytes in a line, which is kept in memory as a whole."""
 
 MOST_VALUES = 1 << 20
-"""Values in a line: each takes up to 64 bytes once it is parsed."""
+"""The maximum of values in a line: a parsed one takes up to 64 bytes."""
 
 _LONG_LINE = 1 << 20
 
 STDIN = "-"
-"""The name of standard input, where a file to read is named."""
+"""The name of standard input in place of that of an input file."""
 
 
 class CutError(Exception):
@@ -84,11 +84,11 @@ class Compressor:
 
 
 Codec: TypeAlias = tuple[str, Callable[[], Any], type[Exception]]
-"""(name of the format, factory of decoders, exception that a decoder raises at damage)."""
+"""(name of the format, factory of decoders, their exception for damaged data)."""
 
 
 def line_fault(line: bytes) -> str | None:
-    """Return why a line is too large to be parsed in bounded memory; None if it is not."""
+    """Return an error text if a line is too large to be parsed in bounded memory, or None."""
     if len(line) <= _LONG_LINE:
         return None
     if len(line) > LONGEST_LINE:
@@ -100,10 +100,11 @@ def line_fault(line: bytes) -> str | None:
 
 
 def input_path(name: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to read that can be read again and again.
+    """Return the path of an input file that can be read several times.
 
-    `-` is standard input. That and a pipe can be read once: they are copied into a temporary
-    file, which goes with the process, and whose path prints as `-` or as the pipe's name.
+    `-` is standard input. Standard input and pipes can be read once: they are copied into a
+    temporary file, which is removed at the end of the process. Its path prints as `-`, or as
+    the name of the pipe.
 
     Raises:
         StorageError: the copy cannot be written.
@@ -118,23 +119,23 @@ def input_path(name: str | os.PathLike[str]) -> Path:
 
 
 class _CopiedPath(type(Path())):  # type: ignore[misc]
-    """The path of a temporary copy, printed as that of the original."""
+    """The path of a temporary copy, which prints as that of the original."""
 
     def __str__(self) -> str:
-        """Return the name of the source, equal in equal runs."""
+        """Return the name of the source, which is the same in every run."""
         return str(self.name)
 
     def __fspath__(self) -> str:
-        """Return the path of the copy, for what opens it."""
+        """Return the path of the copy, for functions that open it."""
         return str(super().__str__())
 
 
 def as_path(name: Any) -> Path:
-    """Return the path of a name; a path stays the object that it is."""
+    """Return the path of a name; if it is a path, the same object."""
     return name if isinstance(name, Path) else Path(name)
 
 
-# The type of an option is that of its field, unless the field's converter has another one.
+# An option has the type of its field, unless the converter of the field has an annotation.
 del as_path.__annotations__["name"]
 
 
@@ -153,25 +154,25 @@ def _copy(source: Path | None) -> Path:
 
 
 _folders: list[object] = []
-"""Temporary folders, each removed when it is forgotten."""
+"""Temporary folders; each is removed when this reference to it is."""
 
 
 def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes]:
     """Yield the content of `file`, decompressed if it is gzip or zstd, in pieces of 64 KiB.
 
-    There may be several gzip members or zstd frames. Memory: some 20 MiB at most, besides the
-    window that a zstd frame asks for.
+    There may be several gzip members or zstd frames. Memory: about 20 MiB at most, and the
+    window of a zstd frame.
 
     Args:
-        file: open for reading.
-        expansion: bytes that a compressed byte may expand to on average, past the first
-            16 MiB; None: any number.
+        file: a file open for reading.
+        expansion: maximum of bytes for each compressed byte on average, beyond 16 MiB; None:
+            any number.
 
     Raises:
         CutError: a compressed stream stops early. All bytes before the cut were yielded.
-        DamageError: a compressed stream cannot be decompressed, other bytes follow it, or
-            it expands to more; or the file is of a kind that is not read here, such as xz:
-            says what to do.
+        DamageError: a compressed stream is damaged, is followed by other bytes, or expands to
+            more than `expansion`; or the file has a format that is not read, such as xz: the
+            message has a remedy.
     """
     data = file.read(CHUNK_BYTES)
     for magic, (what, remedy) in FOREIGN.items():
@@ -216,13 +217,13 @@ def _expanded(
             if decoder.eof:
                 decoder = None
             content.append(piece)
-            # A chunk at a time if it is not too much: damage shows after the bytes it is in.
+            # Small pieces are joined; a large one is yielded at once, to bound the memory.
             if decoder is None or at == len(data) or len(piece) > CHUNK_BYTES:
                 whole = b"".join(content)
                 content.clear()
                 for start in range(0, len(whole), CHUNK_BYTES):
                     yield whole[start : start + CHUNK_BYTES]
-                del whole  # Or it would be there while the next is made.
+                del whole  # before the next one is made
         data = file.read(CHUNK_BYTES)
     if decoder is not None:
         msg = f"the {kind} stream stops early"
@@ -230,9 +231,9 @@ def _expanded(
 
 
 def compressor(path: Path) -> Compressor | None:
-    """Return the compressor for a file of that name (`.gz`, `.zst`); None for any other.
+    """Return the compressor for a file with the suffix `.gz` or `.zst`; None for another one.
 
-    Equal content makes equal files.
+    Equal content gives equal files.
     """
     make = _COMPRESSORS.get(path.suffix)
     return None if make is None else make()
@@ -250,7 +251,7 @@ FOREIGN: dict[bytes, tuple[str, str]] = {
     b"\xff\xfe": ("UTF-16 text", "write it as UTF-8: `iconv -f UTF-16 -t UTF-8 FILE`"),
     b"\xfe\xff": ("UTF-16 text", "write it as UTF-8: `iconv -f UTF-16 -t UTF-8 FILE`"),
 }
-"""Files that are not read, by their first bytes: what they are, and what to do."""
+"""Formats that are not read, by their first bytes: a description, and a remedy."""
 
 
 def _gzip() -> Codec:
@@ -285,17 +286,17 @@ _COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _to_gzip, ".zst": _t
 
 
 class AtomicFile(io.FileIO):
-    """A raw file that appears at `path` when it is finished; before, it is `<path>.part`.
+    """A raw file that is written as `<path>.part`, and renamed to `path` when it is finished.
 
     An older file at `path` stays until then. A `<path>.part` that a living process writes is
-    locked, and never touched. One that a killed process has left may be all there is of its
-    run: it is kept as `<path>.part-1`, or the next free number, and a warning is logged. A path
-    that is no regular file (a device, a pipe) is written in place. Errors call the file `what`,
-    such as "the trace run.jsonl".
+    locked, and never changed. A `<path>.part` of a killed process may be the only output of its
+    run: it is renamed to `<path>.part-1`, or the next free number, and a warning is logged. A
+    path that is no regular file (a device, a pipe) is written in place. Errors call the file
+    `what`, such as "the trace run.jsonl".
 
     Raises:
         InputError: it cannot be opened for writing, or another process writes `<path>.part`.
-        StorageError: it cannot be written (from `write` and `finish`).
+        StorageError: `write` or `finish` failed.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -321,14 +322,14 @@ class AtomicFile(io.FileIO):
             raise InputError(msg) from error
 
     def write(self, data: Buffer, /) -> int:
-        """Write some of `data`; return how many bytes."""
+        """Write bytes of `data`, perhaps not all; return their number."""
         with storage_errors(self._what):
             return super().write(data)
 
     def finish(self) -> None:
-        """Close the file and give it its name."""
+        """Rename the file to its path, and close it."""
         with storage_errors(self._what):
-            # Before it is closed: then its lock is gone.
+            # Before it is closed, since closing releases its lock.
             if self._part != self._path:
                 self._part.replace(self._path)
                 self._part = self._path
@@ -336,18 +337,18 @@ class AtomicFile(io.FileIO):
 
     def discard(self) -> None:
         """Close the file and remove it. Never raises."""
-        # The error that led here says more than a failed clean-up.
+        # The error that led here matters more than a failed clean-up.
         with suppress(OSError):
             if self._part != self._path:
                 self._part.unlink(missing_ok=True)
-                # From now on a file of that name is another run's.
+                # From now on a file of that name belongs to another run.
                 self._part = self._path
         with suppress(OSError):
             self.close()
 
 
 def _open_locked(path: str, flags: int) -> int:
-    """Open a file for this process alone; keep what a killed one has left under another name.
+    """Open and lock a file; one that a killed process has left is renamed before.
 
     Raises:
         BlockingIOError: a living process writes the file.
@@ -355,7 +356,8 @@ def _open_locked(path: str, flags: int) -> int:
     if sys.platform == "win32":  # without such locks
         return os.open(path, flags | os.O_EXCL)
     while True:
-        # Emptied by nobody: until it is locked it may be another's. A pipe is not waited for.
+        # Without O_TRUNC: until it is locked it may belong to another process. With O_NONBLOCK,
+        # so that a pipe does not block.
         file = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             _lock(file)
@@ -364,7 +366,7 @@ def _open_locked(path: str, flags: int) -> int:
                     return file
                 _keep_aside(Path(path))
         except FileNotFoundError:
-            pass  # The other has finished meanwhile.
+            pass  # another process has finished the file meanwhile
         except BaseException:
             os.close(file)
             raise
@@ -376,7 +378,7 @@ def _lock(file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # A file system without locks: whatever there is may be another's.
+    except OSError:  # a file system without locks: any content may belong to another run
         if os.fstat(file).st_size:
             raise BlockingIOError from None
 
@@ -384,7 +386,7 @@ def _lock(file: int) -> None:
 def is_being_written(file: int) -> bool:
     """Return True if a living process writes the open file, as an `AtomicFile`.
 
-    False where files cannot be locked.
+    False if files cannot be locked on this system.
     """
     if sys.platform == "win32":
         return False
@@ -397,7 +399,7 @@ def is_being_written(file: int) -> bool:
 
 
 def _keep_aside(part: Path) -> None:
-    """Rename a `.part` that a killed process has left, and log where it is."""
+    """Rename the `.part` of a killed process, and log its new name."""
     import logging  # noqa: PLC0415 - rarely needed
 
     names = (part.with_name(f"{part.name}-{number}") for number in count(1))
@@ -409,19 +411,19 @@ def _keep_aside(part: Path) -> None:
 
 
 class Spool:
-    """A temporary file for what would fill memory: bytes are stored once, and read by place.
+    """A temporary file for data that would fill memory, stored once and read by offset.
 
-    It has no name, and is gone with the object. Threads may share one.
+    It has no name, and is removed with the object. Threads may share one.
 
     Attributes:
-        process: the process that made it.
+        process: id of the process that made it.
     """
 
     def __init__(self) -> None:
         """Open the file.
 
         Raises:
-            OSError: it cannot be opened, or this system cannot write at a place in a file.
+            OSError: it cannot be opened, or this system cannot write at an offset.
         """
         from tempfile import TemporaryFile  # noqa: PLC0415 - for long runs alone
 
@@ -437,21 +439,21 @@ class Spool:
 
     @classmethod
     def shared(cls) -> Spool:
-        """Return the one of this process, which lasts as long as somebody keeps it.
+        """Return the object of this process, which exists while there is a reference to it.
 
         Raises:
-            OSError: as at its start.
+            OSError: the file cannot be opened.
         """
         global _spool  # noqa: PLW0603 - one file, however many columns there are
         spool = _spool() if _spool is not None else None
-        # A process that was forked must not write where its parent does.
+        # A forked process must not write at the offsets of its parent.
         if spool is None or spool.process != os.getpid():
             spool = cls()
             _spool = ref(spool)
         return spool
 
     def store(self, data: bytes) -> int:
-        """Append `data`; return its place.
+        """Append `data`; return its offset.
 
         Raises:
             OSError: the disk is full.
@@ -465,7 +467,7 @@ class Spool:
         return place
 
     def load(self, place: int, size: int) -> bytes:
-        """Return the `size` bytes that were stored at `place`."""
+        """Return `size` bytes from the offset `place` on."""
         return os.pread(self._file.fileno(), size, place)
 
 
@@ -474,7 +476,7 @@ _spool: ref[Spool] | None = None
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[TextIO]:
-    """Open a text file for writing that appears at `path` when the body is done.
+    """Open a text file for writing, which is renamed to `path` at the end of the body.
 
     If the body raises, an older file at `path` stays as it is.
 
@@ -504,7 +506,7 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def unreadable_reason(path: Path, error: OSError) -> str:
-    """Return why `path` could not be read; of a dangling link also its target."""
+    """Return the reason why `path` cannot be read, with the target of a dangling link."""
     if path == Path():
         return "empty path, or the working directory; name a file"
     reason = error.strerror or str(error)
@@ -514,7 +516,7 @@ def unreadable_reason(path: Path, error: OSError) -> str:
 
 
 def part_path(path: Path) -> Path:
-    """Return the path that is written until `path` is whole: itself if it is a device."""
+    """Return the path of the file while it is written: `<path>.part`; for a device `path`."""
     special = path.exists() and not path.is_file()
     return path if special else path.with_name(f"{path.name}.part")
 
@@ -528,12 +530,12 @@ def file_bytes(path: Path) -> int | None:
 
 
 def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) -> None:
-    """Refuse to write `path` if that would overwrite one of the files the requests come from.
+    """Check that writing `path` overwrites no file from which requests are read.
 
-    Of `sources` the paths count; other values, such as options of a workload, are skipped.
+    The paths in `sources` are checked; other values, such as options of a workload, are not.
 
     Raises:
-        InputError: a source is this file, or the one that is written until it is whole.
+        InputError: a source is this file, or its `part_path`.
     """
     target = Path(path)
     for source in sources:
@@ -545,7 +547,7 @@ def refuse_overwrite(path: str | os.PathLike[str], sources: Iterable[object]) ->
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create the directory `path`, of that mode, and those above it, unless it exists.
+    """Create the directory `path` with that mode, and its parents, unless it exists.
 
     Raises:
         InputError: it cannot be created, or is a file.

@@ -16,15 +16,15 @@ from kvcore.units import INT64_LIMIT
 PERCENTS = (50, 90, 95, 99)
 
 EXACT = 200
-"""Values up to here have a bucket each: the first two decades, and a fifth of the third."""
+"""Values below this have a bucket each: the first two decades, and a fifth of the third."""
 
 
 @cache
 def borders() -> list[int]:
-    """Return the largest value of each bucket, ascending: some 6,000.
+    """Return the largest value of each bucket, ascending: about 6,000 values.
 
-    In each decade they are 0.01, 0.02 and 0.05 of it apart, between 1, 2, 5 and 10 of it. So
-    they are round numbers, and those of the series 1, 2, 5, 10, ... are among them.
+    From 1 to 2, 2 to 5 and 5 to 10 times a power of ten, their distances are 0.01, 0.02 and
+    0.05 times that power. So they are round numbers, and contain 1, 2, 5, 10, 20, ...
     """
     found, decade = list(range(EXACT)), EXACT // 2
     while found[-1] < INT64_LIMIT:
@@ -44,20 +44,21 @@ def nearest_rank(percent: int, count: int) -> int:
 class Histogram:
     """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
 
-    Weight, sum and maximum are exact. A bucket is at most 1 % as wide as its values, and up
-    to 200 it holds one value: a percentile is the largest value of its bucket, at most the
-    maximum, hence never too small and at most 1 % too large. How many samples are at most a
-    border, such as 1, 2 or 5 with any number of zeros, is exact.
+    Weight, sum and maximum are exact. The width of a bucket is at most 1 % of its values, and
+    values below 200 have a bucket each. A percentile is the largest value of its bucket, or
+    the maximum if that is lower: never too small, and at most 1 % too large. The number of
+    samples up to a border, such as 1, 2 or 5 times a power of ten, is exact.
 
     A sample costs O(1): a bisection among `borders()`. Memory is one number for each bucket
-    in use, of which there are some 6,000 at most, however many samples are added.
+    in use, about 6,000 at most.
 
-    Source: fixed buckets of bounded relative error are those of HdrHistogram (Tene) and
-    DDSketch (Masson, Rim and Lee, 2019); theirs are powers of 2, or of a base, rather than
-    round numbers.
+    Source: HdrHistogram (Tene) and DDSketch (Masson, Rim and Lee, 2019) have fixed buckets of
+    bounded relative error; the borders there are powers of 2, or of a base, and round numbers
+    here.
 
     Attributes:
-        weight, total: of all samples: the sum of the weights, and of values times weights.
+        weight: sum of the weights of all samples.
+        total: sum of values times weights.
         high: the largest sample.
     """
 
@@ -70,7 +71,7 @@ class Histogram:
         self._weights: defaultdict[int, int] = defaultdict(int)
 
     def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
-        """Add each value as often as its weight says."""
+        """Add each of `values`, as many times as its weight."""
         self.weight += sum(weights)
         self.total += sum(map(mul, values, weights))
         self.high = max(self.high, *values)
@@ -83,9 +84,9 @@ class Histogram:
             counts[place] += weight * times
 
     def add_ascending(self, times: Sequence[int], since: int) -> None:
-        """Add how long after `since` each of `times` is, which ascend.
+        """Add the difference from `since` to each of `times`, which ascend.
 
-        O(buckets between the first and the last), and one addition each.
+        O(buckets between the first and the last), and one addition for each time.
         """
         count, last = len(times), times[-1] - since
         self.weight += count
@@ -121,7 +122,7 @@ class Histogram:
         place = bisect_left(borders, first)
         done = 0
         while True:
-            # So many of the values are at most the border of this bucket.
+            # The number of values up to the border of this bucket.
             upto = min((borders[place] - first) // step + 1, count)
             counts[place] += (upto - done) * weight
             if upto == count:
@@ -130,9 +131,9 @@ class Histogram:
             place = bisect_left(borders, first + step * done, place)
 
     def at_most(self, bounds: Iterable[int]) -> list[int]:
-        """Return how many samples are at most each of `bounds`, exact for borders.
+        """Return for each of `bounds` the number of samples up to it.
 
-        For other bounds, the samples in the bucket that contains the bound are left out.
+        It is exact for borders; for another bound the samples in its bucket are not counted.
         """
         places = sorted(self._weights)
         upto = list(accumulate((self._weights[place] for place in places), initial=0))
@@ -155,8 +156,8 @@ class Histogram:
     def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:
         """Return the JSON object of the histogram in units of `unit`; None without samples.
 
-        `blocks` is the weight, since what is counted is weighted in blocks; `buckets` maps
-        each of `bounds`, in units, to the number of blocks that are at most the bound.
+        `blocks` is the weight, since weights are numbers of blocks here; `buckets` maps each
+        of `bounds`, in units, to the number of blocks up to the bound.
         """
         percentiles = self.percentiles()
         if percentiles is None:

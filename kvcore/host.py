@@ -12,7 +12,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def cpus() -> int:
-    """Return how many CPUs this process may use, by its affinity and its cgroups' quotas."""
+    """Return the number of CPUs that this process may use, by affinity and cgroup quotas."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -30,16 +30,16 @@ def cpus() -> int:
 
 
 def memory() -> tuple[int | None, int | None]:
-    """Return the bytes that this process may still use, and all it may; None where unknown."""
+    """Return the free and the total bytes of memory for this process; None if unknown."""
     sizes = _table(MEMINFO, unit=1024)
     free, total = sizes.get("MemAvailable:"), sizes.get("MemTotal:")
     for group in _cgroups("memory"):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
         used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
-        # Version 1 has numbers beyond all memory where there is no limit.
+        # Without a limit version 1 has a number above all memory.
         if limit and used and limit[0].isdigit() and int(limit[0]) < (total or 0):
             stat = _table(group / "memory.stat")
-            # Pages of files count as used, and give way.
+            # Pages of files count as used, and are freed when memory is needed.
             files = stat.get("total_inactive_file", stat.get("inactive_file", 0))
             total = int(limit[0])
             free = max(0, min(free or total, total - int(used[0]) + files))
@@ -47,18 +47,18 @@ def memory() -> tuple[int | None, int | None]:
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of those above it, as far as visible."""
+    """Yield the folders of the cgroups of this process, each before its parents."""
     for line in _lines(OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(",") or not controllers:
             own = PurePosixPath(path).relative_to("/")
             for part in (own, *own.parents):
-                # A container sees its own cgroup as the root of all.
+                # In a container its own cgroup is the root.
                 yield CGROUPS / controllers / part
 
 
 def _table(path: Path, unit: int = 1) -> dict[str, int]:
-    """Return the numbers of a file of lines that begin with a name and a number."""
+    """Return the numbers in a file by name; its lines begin with a name and a number."""
     rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1 and row[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Names that a package passes on, whose modules are imported when the names are first used."""
+"""Packages that import a module when a name of it is first used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def deferred(
 
     Args:
         package: the name of the package.
-        modules: the names that each of its modules defines, separated by spaces.
+        modules: by module, the names that it defines, separated by spaces.
     """
     places = {name: module for module, names in modules.items() for name in names.split()}
     own = vars(sys.modules[package])

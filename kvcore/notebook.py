@@ -1,4 +1,4 @@
-"""Results in a notebook: a table and a plot, and data frames."""
+"""Results in notebooks: tables, plots and data frames."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from kvcore.extras import import_extra
 
 VIEWS = "kvcore.report.notebook"
-"""The module that draws results. It is imported when a notebook asks, and never by name: it
-knows all kinds of results, which are made in rooms below it."""
+"""The module that draws results. It depends on all kinds of results, which packages below it
+define, so it is imported by this name when a notebook shows a result."""
 
 
 class Shown:
-    """A result that a notebook shows as a small table, and with matplotlib a plot."""
+    """Base of results that a notebook shows as a small table, and, with matplotlib, a plot."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        """Return the result as HTML, all texts escaped."""
+        """Return the result as HTML with escaped texts."""
         html: str = import_module(VIEWS).html(self)
         return html
 
@@ -27,11 +27,11 @@ class Shown:
 def data_frame(data: Sequence[Mapping[str, Any]] | Mapping[str, Any], instead: str) -> Any:
     """Return a polars DataFrame of rows or columns.
 
-    Other libraries take it without a copy, by Arrow's PyCapsule interface.
+    Other libraries read it without a copy, by Arrow's PyCapsule interface.
 
     Args:
-        data: rows by column, or columns.
-        instead: what has the same data, for who lacks polars.
+        data: a list of rows, or columns by name.
+        instead: the name of an attribute with the same data, for the error without polars.
 
     Raises:
         PluginError: polars is not installed.

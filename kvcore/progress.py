@@ -1,4 +1,4 @@
-"""Progress of long runs, shown as a bar or a log, or not at all."""
+"""Progress of long runs: as a bar, as a log, or hidden."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Generic, TypeAlias, TypeVar
 Item = TypeVar("Item")
 
 Tick: TypeAlias = Callable[[int], None]
-"""Called with the number of items that were processed since the last call, or with bytes of
-the file that they come from: a trace has as many lines as it has, but a size."""
+"""Called with the number of items processed since the last call; or with a number of bytes, for
+a file whose number of lines is not known, such as a trace."""
 
 Progress: TypeAlias = Callable[[str, int | None], AbstractContextManager[Tick]]
 """Begins to show progress: called with a description and the number of items (None: unknown),
-it returns a context that gives the `Tick` to call."""
+it returns a context manager whose value is the `Tick` to call."""
 
 STRIDE = 256
-"""Items between two ticks, so that showing progress costs nothing beside the work."""
+"""Items between two ticks, so that the cost of progress is small beside that of the work."""
 
 
 def silent(description: str, total: int | None) -> AbstractContextManager[Tick]:
@@ -34,17 +34,17 @@ def unseen(done: int) -> None:
 def ticked(items: Iterable[Item], tick: Tick) -> Iterable[Item]:
     """Return `items`, calling `tick` after every `STRIDE` of them and after the last.
 
-    The calls are with items; or with bytes, if `items` has a `position` in its file, as the
-    reader of a trace does.
+    Ticks count items; or bytes, if `items` has a `position` in its file, as the reader of a
+    trace has.
     """
     return items if tick is unseen else Ticked(items, tick)
 
 
 class Ticked(Generic[Item]):
-    """What `ticked` returns for progress that is shown.
+    """The iterable that `ticked` returns for progress that is shown.
 
     Attributes:
-        items: what is yielded.
+        items: the items that it yields.
     """
 
     def __init__(self, items: Iterable[Item], tick: Tick) -> None:
@@ -53,10 +53,10 @@ class Ticked(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         """Yield the items, and count them."""
         items, tick = self.items, self._tick
-        told = count = 0
+        done = count = 0
         for count, item in enumerate(items, 1):
             yield item
             if not count % STRIDE:
-                told, before = getattr(items, "position", count), told
-                tick(told - before)
-        tick(getattr(items, "position", count) - told)
+                before, done = done, getattr(items, "position", count)
+                tick(done - before)
+        tick(getattr(items, "position", count) - done)

@@ -1,4 +1,4 @@
-"""One request of a workload: what arrives, when, and which block keys its prompt has."""
+"""A request of a workload: its times, lengths, block keys, SLO and hints."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ def block_keys(
     Args:
         tokens: token ids, 0 to 2⁶⁴ - 1.
         block_size: tokens in a block. A partial last block has no key.
-        salt: what keeps prefixes apart, such as a tenant. Enters the first block.
-        extra: by block index, what else its K/V depends on, tagged by kind, such as
+        salt: text that makes the keys of equal prompts differ, such as a tenant. It is hashed
+            into the first block.
+        extra: by block index, other inputs of its K/V by kind, such as
             `{0: {"lora": "sql"}, 3: {"image": "9f3c"}}`. Two kinds never collide.
-        parent: key of the block before `tokens`, whose salt holds; None: they begin a prompt.
+        parent: key of the block before `tokens`, in place of `salt`; None: they begin a prompt.
 
     Raises:
         InputError: a block size below 1, a token id that is no unsigned integer, or a salt
-            or extra key that cannot be written down.
+            or extra key that is not JSON.
     """
     if block_size < 1:
         msg = f"block size {block_size} must be positive"
         raise InputError(msg)
     try:
-        # `iter`, because an array made from bytes would take them as its memory.
+        # `iter`, because `array` copies bytes as memory, not as a sequence of integers.
         ids = array("Q", iter(tokens))
     except (TypeError, OverflowError) as error:
         msg = f"token ids must be integers from 0 to 2^64 - 1: {error}"
@@ -67,13 +68,13 @@ def block_keys(
 
 
 def chain_keys(hashes: Iterable[Key]) -> list[bytes]:
-    """Return the chained keys of blocks that are known by the hashes of their own content.
+    """Return the chained keys of blocks from the hashes of their contents.
 
-    `key_i = H(key_{i-1}, hash_i)`: equal keys mean equal hashes up to there. O(hashes).
+    `key_i = H(key_{i-1}, hash_i)`: equal keys mean equal hashes up to that block. O(hashes).
     """
     key, keys = b"", []
     for value in hashes:
-        # `repr` keeps the integer 1 and the text "1" apart.
+        # By `repr` the integer 1 and the text "1" differ.
         key = _hash(key, repr(value).encode())
         keys.append(key)
     return keys
@@ -88,7 +89,7 @@ def word_tokens(text: str, vocabulary: int) -> list[int]:
 
 
 def _hash(*parts: bytes | memoryview) -> bytes:
-    """Hash parts of fixed length, so that none can be taken for a part of another."""
+    """Return the hash of parts of fixed length, so that equal input means equal parts."""
     digest = blake2b(digest_size=KEY_BYTES)
     for part in parts:
         digest.update(part)
@@ -108,19 +109,19 @@ Key: TypeAlias = Hashable
 
 
 class KeyPrefix(Sequence[int]):
-    """The first keys of a path that several requests share, without a copy of them.
+    """The first keys of a path that several requests share, by reference.
 
-    A turn of a session continues the one before it: the keys of all turns are one array, and
-    each turn knows how many of these are its own. It compares as a list of the same keys.
+    A turn of a session continues the previous turn: the keys of all turns are one array, of
+    which each turn has a prefix. It compares equal to a list of the same keys.
 
     Args:
-        path: integers from 0 to 2^63 - 1, type code `q`. It must not change its length as long
-            as there is a prefix of it.
-        count: how many of them; no more than there are.
+        path: integers from 0 to 2^63 - 1, type code `q`. Its length must not change while a
+            prefix of it exists.
+        count: number of keys, at most the length of `path`.
 
     Attributes:
-        path: as given.
-        view: the same keys, as a memory view, of which one costs half as much to read.
+        path: the array.
+        view: a memory view of the first `count` keys, which is read at half the cost.
     """
 
     __slots__ = ("path", "view")
@@ -131,7 +132,7 @@ class KeyPrefix(Sequence[int]):
         self.view = memoryview(path)[:count]
 
     def __len__(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         return len(self.view)
 
     @overload
@@ -141,7 +142,7 @@ class KeyPrefix(Sequence[int]):
     def __getitem__(self, place: slice) -> Sequence[int]: ...
 
     def __getitem__(self, place: int | slice) -> int | Sequence[int]:
-        """Return a key; or of a slice from the start a prefix, and of any other one a list."""
+        """Return a key; for a slice from the start a prefix, for any other slice a list."""
         if isinstance(place, slice):
             first, end, step = place.indices(len(self.view))
             if first == 0 and step == 1:
@@ -164,7 +165,7 @@ class KeyPrefix(Sequence[int]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and send it without the rest of its path."""
+        """Copy and pickle it without the rest of its path."""
         return KeyPrefix, (array("q", self.view), len(self.view))
 
     def __repr__(self) -> str:
@@ -173,15 +174,14 @@ class KeyPrefix(Sequence[int]):
 
 
 DEFAULT_PRIORITY: Final = 35
-"""Retention priority of a block for which no hint was given (1 goes first, 100 last)."""
-
+"""Retention priority of a block without a hint (1 is evicted first, 100 last)."""
 
 HIGHEST_PRIORITY = 100
 
 
 @attrs.frozen
 class Retention:
-    """A hint that the tokens `[start, end)` of a prompt deserve a retention priority.
+    """A hint that sets the retention priority of the tokens `[start, end)` of a prompt.
 
     A block gets the highest priority of the hints that touch it.
 
@@ -190,11 +190,11 @@ class Retention:
         end: the token after the last; None: the end of the prompt.
         priority: from 1, evicted first, to 100. Blocks without a hint have
             `DEFAULT_PRIORITY`, 35.
-        duration: nanoseconds from when the blocks are stored or hit, after which they have
-            the default priority again; None: the priority stays.
+        duration: nanoseconds after the blocks were stored or hit for which the priority
+            holds; None: for ever.
 
     Raises:
-        InputError: the hint holds no tokens, or a number is out of range.
+        InputError: the range is empty, or a number is out of range.
     """
 
     start: int
@@ -216,7 +216,7 @@ class Retention:
 
 
 def _tokens(share: int | None) -> int | None:
-    """Return how many tokens True and False stand for."""
+    """Return the number of tokens that True (None: all) and False stand for."""
     return (None if share else 0) if type(share) is bool else share
 
 
@@ -224,24 +224,23 @@ def _tokens(share: int | None) -> int | None:
 class Hints:
     """A client's hints about the K/V of one request, beside `Retention`.
 
-    `pin`, `demote` and `share` hold for every eviction policy: the cache itself heeds them.
-    Times are counted from events, since in a closed loop nobody knows when these will be.
+    The cache applies `pin`, `demote` and `share` with every eviction policy. Times are
+    relative to events, whose times are not known in advance in a closed loop.
 
     Attributes:
-        share: the first tokens of the request whose blocks are published, so that later
-            requests may hit them; None or True: all, False: 0. The other blocks are its own,
-            and free once it ends. What is cached it hits in any case. To keep blocks for one
-            session or tenant, give its keys a `salt` instead.
-        pin: nanoseconds after the end of the request before which none of its published
-            prefix may be evicted, nor expire. All pins together hold at most half of the
-            pool: of a prefix for which that is not enough, the front is pinned. They yield,
-            the one that ends first before others, to a request that would else wait for
-            ever: that has no room although no other one is open.
-        demote: whether its blocks, up to where they are shared, are evicted before all
-            others once it has ended, unless they are used again meanwhile.
-        prefetch: nanoseconds before its arrival at which what lower tiers have of its prefix
-            is loaded ahead of it, into blocks that are free or can be evicted, if a server
-            knows by then that it will come.
+        share: number of first tokens of the request whose blocks are shared, so that later
+            requests can hit them; None or True: all, False: 0. Its other blocks stay private,
+            and are freed at its end. It hits cached blocks in any case. To share blocks within
+            one session or tenant, give its keys a `salt` instead.
+        pin: nanoseconds after the end of the request for which its shared prefix is neither
+            evicted nor expires. All pins together hold at most half of the pool; of a longer
+            prefix the beginning is pinned. Pins end early, in the order of their times, for
+            a request that lacks blocks while no other request is open.
+        demote: whether its blocks, as far as no other request shares them, are evicted before
+            all others after its end, unless they are used again before.
+        prefetch: nanoseconds before its arrival at which the blocks of its prefix in lower
+            tiers are loaded, into blocks that are free or evictable, if a server knows of the
+            request by then.
 
     Raises:
         InputError: a number is out of range, or both `pin` and `demote` are given.
@@ -267,19 +266,19 @@ class Hints:
 
 
 NO_HINTS = Hints()
-"""The hints of a request that brings none."""
+"""The hints of a request without hints."""
 
 
 @attrs.frozen(kw_only=True)
 class SLO:
-    """Latency targets of a client, in nanoseconds; None where there is none.
+    """Latency targets of a client, in nanoseconds; None: no target.
 
-    `SLO.in_seconds` takes the same in seconds.
+    `SLO.in_seconds` makes one from times in seconds.
 
     Attributes:
-        ttft_ns: from arrival to the first token.
-        tpot_ns: from one later token to the next, in the mean.
-        deadline_ns: from arrival to the last token.
+        ttft_ns: time from arrival to the first token.
+        tpot_ns: mean time from one token to the next, after the first.
+        deadline_ns: time from arrival to the last token.
 
     Raises:
         InputError: a time is no whole number above 0.
@@ -329,7 +328,7 @@ class Request:
     """A request as a workload yields it. Treat it as immutable.
 
     Attributes:
-        id: an integer or a text, unique in its workload.
+        id: an integer or a string, unique in its workload.
         arrival: nanoseconds since the workload's start.
         prompt_tokens: prompt length in tokens.
         output_tokens: tokens to generate.
@@ -337,23 +336,22 @@ class Request:
             cover a partial block. May be shorter than the prompt, or empty. A list, or where
             requests share integer keys a `KeyPrefix`.
         key_tokens: tokens a key stands for.
-        salt: text that keeps equal prompts apart. `keys` depend on it already.
+        salt: text that makes the keys of equal prompts differ. `keys` depend on it already.
         tenant: the client that sent the request.
         priority: scheduling priority (higher is more urgent).
-        slo: the times its client expects; None: those that the run expects of all.
-        predicted_output_tokens: output tokens that a predictor expects; None: there is none.
+        slo: the latency targets of its client; None: those of the run.
+        predicted_output_tokens: output tokens that a predictor expects; None: no prediction.
         retention: retention hints by token range.
-        hints: what else its client says about its K/V.
+        hints: other hints of its client about its K/V.
         session, after, think_time: closed-loop traffic. This request is sent `think_time`
             nanoseconds after request `after` of the same session has finished.
-        tool: name of the tool that its answer calls, and whose result its session waits for
-            before the next request; None: it calls none.
-        output_keys: keys of the blocks that follow the prompt's full ones, where they are
-            known.
+        tool: name of the tool that its answer calls, for whose result its session waits before
+            the next request; None: it calls none.
+        output_keys: keys of the blocks that follow the full blocks of the prompt, if known.
 
     Raises:
-        InputError: a length or time is no whole number, or out of range; or keys cannot be
-            compared.
+        InputError: a length or time is no whole number, or out of range; or a key cannot be
+            hashed.
     """
 
     id: int | str
@@ -375,11 +373,11 @@ class Request:
     tool: str | None = None
     output_keys: Sequence[Key] = ()
 
-    publish = False  # requests of texts have it as an option
+    publish = False  # a field of `TextRequest`
 
     @property
     def publishes(self) -> bool:
-        """Whether blocks it generates are shared: their keys are known, or a run tells them."""
+        """Whether its generated blocks are shared, with known keys or keys of the run."""
         return self.publish or bool(self.output_keys)
 
     def __attrs_post_init__(self) -> None:
@@ -402,7 +400,7 @@ class Request:
             raise InputError(msg)
         if len(self.keys):
             try:
-                # The first and the last: a request of a million keys is not read for it.
+                # Not all: there may be a million keys.
                 hash((self.keys[0], self.keys[-1]))
             except TypeError as error:
                 msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
@@ -425,12 +423,12 @@ class Request:
 
 @attrs.define(kw_only=True)
 class TextRequest(Request):
-    """A request that brings its tokens. Its keys are those of their blocks.
+    """A request with the tokens of its prompt, from which its keys are computed.
 
     Attributes:
-        tokens: of the prompt.
-        publish: whether the blocks it generates are shared as they fill. Their keys become
-            known as it runs; the request that was given stays as it is.
+        tokens: token ids of the prompt.
+        publish: whether its generated blocks are shared when they are full. The run computes
+            their keys; this object does not change.
     """
 
     tokens: Sequence[int]
@@ -450,7 +448,7 @@ def text_request(
     """Return a request for `output` tokens after `tokens`, for a cache of this block size.
 
     Raises:
-        InputError: a token id or a length that cannot be used.
+        InputError: a token id or a length is out of range.
     """
     return TextRequest(
         id=name,

@@ -1,4 +1,4 @@
-"""Sizes and times as text: parsed exactly, and formatted for people."""
+"""Sizes and times: parsed from text exactly, and formatted with about three digits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvcore.errors import InputError, shorten
 
 NS_PER_S: Final = 10**9
-"""Nanoseconds in a second. The clock counts nanoseconds; people and files say seconds."""
+"""Nanoseconds in a second. The clock counts nanoseconds; options and files have seconds."""
 
 PS_PER_NS: Final = 1000
 """Picoseconds in a nanosecond. Step times are counted in them: reading the K/V of a token
@@ -19,7 +19,7 @@ PS_PER_S = NS_PER_S * PS_PER_NS
 """Picoseconds in a second."""
 
 INT64_LIMIT: Final = 2**63
-"""Bytes, nanoseconds, counts and integer keys stay below this: signed, they have 64 bits."""
+"""Bytes, nanoseconds, counts and integer keys are below this: they fit into int64."""
 
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -40,9 +40,9 @@ _UNITS = {"": NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as `40GiB`, `1.5 GB` or `4096B`; of `0` alone the unit may be left out.
+    """Return the bytes of a size such as `40GiB`, `1.5 GB` or `4096B`; `0` needs no unit.
 
-    `GB` is 10^9 bytes, `GiB` 2^30; capitals do not matter. A fraction of a byte is dropped.
+    `GB` is 10^9 bytes, `GiB` 2^30; case does not matter. A fraction of a byte is dropped.
 
     Raises:
         InputError: not a number with a known unit, or 2^63 bytes and more.
@@ -65,7 +65,7 @@ def parse_bytes(text: str) -> int:
 
 
 def as_float(number: Any) -> float:
-    """Return a number as a float, for attrs, which would take long to read how `float` does."""
+    """Return a number as a float. attrs reads the signature of this faster than `float`'s."""
     return float(number)
 
 
@@ -74,12 +74,14 @@ del as_float.__annotations__["number"]
 
 
 def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:
-    """Read a whole number from `least` to 2^63 - 1, such as `8192`, `1e5`, `8k` or `-1`.
+    """Return the whole number of a text such as `8192`, `1e5`, `8k` or `-1`.
+
+    It is from `least` to 2^63 - 1.
 
     `k`, `M` and `G` are thousands, millions and billions; `Ki`, `Mi` and `Gi` powers of 1024.
 
     Raises:
-        InputError: anything else.
+        InputError: the text is no such number.
     """
     match = _WHOLE.fullmatch(text)
     number = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else None
@@ -90,10 +92,10 @@ def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:
 
 
 def check_whole(number: int, least: int = -INT64_LIMIT) -> int:
-    """Return a whole number from `least` to 2^63 - 1.
+    """Return `number` after a check that it is from `least` to 2^63 - 1.
 
     Raises:
-        InputError: any other.
+        InputError: it is not.
     """
     if number >= INT64_LIMIT or number < least:
         bound = f"at least {least}" if -INT64_LIMIT < least > number else "of less than 64 bits"
@@ -103,10 +105,12 @@ def check_whole(number: int, least: int = -INT64_LIMIT) -> int:
 
 
 def parse_window(text: str) -> tuple[int, int | None]:
-    """Read a window of time such as `60:120`, in seconds, as nanoseconds; either may be empty.
+    """Return the start and end (ns) of a window such as `60:120`, in seconds.
+
+    An empty start is 0, an empty end None.
 
     Raises:
-        InputError: no two times, or the second is not after the first.
+        InputError: there are not two times, or the second is not after the first.
     """
     start, colon, end = text.partition(":")
     if not colon or ":" in end or not text.strip(": "):
@@ -121,7 +125,7 @@ def parse_window(text: str) -> tuple[int, int | None]:
 
 
 def parse_seconds(text: str) -> int:
-    """Read a time such as `90` or `1.5` (seconds), or `50ms`, as nanoseconds, exactly.
+    """Return the exact nanoseconds of a time such as `90` or `1.5` (seconds), or `50ms`.
 
     The units are `s`, `ms`, `us` and `ns`.
 
@@ -143,14 +147,14 @@ def parse_seconds(text: str) -> int:
 
 
 def window_text(window: tuple[int, int | None]) -> str:
-    """Return a window of nanoseconds in seconds, as `parse_window` reads it."""
+    """Return the text of a window of nanoseconds, in seconds, that `parse_window` reads."""
     return ":".join("" if t is None else f"{t / NS_PER_S:.15g}" for t in window)
 
 
 def picoseconds(seconds: float, what: str) -> int:
-    """Return `seconds` as whole picoseconds, the nearest, or of two the even one.
+    """Return `seconds` in picoseconds, rounded to the nearest whole number, or the even one.
 
-    Exact, so that every machine gets the same number. Errors call it `what`.
+    Exact, so the result is the same on every machine. Errors call it `what`.
 
     Raises:
         InputError: negative, not a number, or 2^63 ps (106 days) and more.
@@ -163,7 +167,7 @@ def picoseconds(seconds: float, what: str) -> int:
 
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
-    """Write a size with about three digits: `2.5 GiB`, with `DECIMAL` units `2.68 GB`."""
+    """Return a size with about three digits: `2.5 GiB`, with `DECIMAL` units `2.68 GB`."""
     least = min(units, key=units.__getitem__)
     reached = (unit for unit in units if units[unit] <= abs(size))
     unit = max(reached, key=units.__getitem__, default=least)
@@ -171,7 +175,7 @@ def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with about three digits: `1.5 s`, `31.2 ms`, `7.06 us`."""
+    """Return a duration with about three digits: `1.5 s`, `31.2 ms`, `7.06 us`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{format_number(seconds * factor)} {unit}"
@@ -179,9 +183,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Write a number with three digits, or all those before the point: `2.68`, `12,345`.
+    """Return a number with three digits, or all digits before the point: `2.68`, `12,345`.
 
-    From 10^15 on as a power of ten: `1.5e+20`.
+    From 10^15 on it has an exponent: `1.5e+20`.
     """
     if abs(value) >= 1e15:  # noqa: PLR2004
         return f"{value:.3g}"

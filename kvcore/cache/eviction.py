@@ -13,7 +13,7 @@ from kvcore.request import Request
 
 
 class EvictionPolicy(Plugin):
-    """Orders the evictable spans; the cache asks it for one victim at a time.
+    """Orders the evictable spans, and returns one victim at a time.
 
     `victim` is the only method that a policy must have. The callbacks, whose names start
     with `on_`, do nothing here. A callback that a policy does not override is never called,
@@ -29,8 +29,8 @@ class EvictionPolicy(Plugin):
         expires_spans: whether the policy ever sets `span.expires`.
         fixed_order: whether the order of victims depends on nothing but earlier callbacks:
             neither on the time, nor on `requester`, nor on how many blocks a span has left. A
-            simulation may then evict at once what a batch needs in its next steps. Only what
-            a class says of itself counts: one that derives from it may decide otherwise.
+            simulation may then evict the blocks of the next steps of a batch at once. The
+            cache reads it from the class itself: a subclass may decide otherwise.
         blocks, block_size: size of the pool in blocks and of a block in tokens, set by
             `attach`.
         requester: id of the request that needs the blocks of the next victim.
@@ -90,8 +90,8 @@ class EvictionPolicy(Plugin):
     def on_remove(self, span: Span, reason: str) -> None:
         """Called when the whole of `span` leaves the cache.
 
-        The reason is `capacity` for a victim, `expired`, or, in a tier, `moved`, `corrupt` or
-        `gone`: its blocks were loaded and do not stay, or could not be.
+        The reason is `capacity` for a victim, or `expired`; in a tier it may be `moved` (its
+        blocks were loaded and do not stay), `corrupt`, `gone` or `failed`.
 
         Its parent's `children` do not contain it any more, but `span.keys()`, `span.parent`
         and `span.data` can be read for the last time. `on_leaf` of the parent may follow.
@@ -111,7 +111,7 @@ class EvictionPolicy(Plugin):
         """
 
     def on_dequeued(self, request: Request, now: int) -> None:
-        """Called when `request` leaves the waiting queue: it runs, or is queued once more."""
+        """Called when `request` leaves the waiting queue, as when it is admitted."""
 
     def on_end(self, request: Request, now: int) -> None:
         """Called when `request` has ended; `on_release` of spans that no other uses follows."""
@@ -122,8 +122,8 @@ class EvictionPolicy(Plugin):
 
         The cache evicts as many blocks of it as are missing, last block first, and calls
         `on_trim` or `on_remove`. Without such a call in between the answer stays the same.
-        `victim` is called only while an unpinned leaf exists. What a client has demoted
-        leaves without that the policy is asked.
+        `victim` is called only while an unpinned leaf exists. Spans that a client has demoted
+        are evicted without a call.
         """
 
     def evictable_blocks(self, span: Span) -> int:
@@ -249,7 +249,7 @@ class ScoreEviction(EvictionPolicy):
     def score(self, span: Span, now: int) -> Any:
         """Return the score of `span`: the lowest leaves first.
 
-        Any values that can be compared with one another will do, but None and NaN.
+        Scores are any values that compare with one another, except None and NaN.
         """
 
     def changes_at(self, span: Span, now: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Ghosts: the keys of blocks that were evicted lately, remembered without their blocks."""
+"""Ghosts: the keys of recently evicted blocks, stored without the blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence as Keys
 
 import attrs
 
-from kvcore.cache.layout import BlockLayout, common_prefix
+from kvcore.cache.layout import common_prefix
 from kvcore.cache.span import Span
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
@@ -14,10 +14,10 @@ from kvcore.request import Key, Request
 
 @attrs.define(eq=False, repr=False)
 class _Run:
-    """Block positions `[start, end)` of one path: remembered, or an inner node of the tree.
+    """Block positions `[start, end)` of one path: a ghost, or an inner node of the tree.
 
-    The runs that are remembered form a doubly linked ring in the order in which they were
-    added; an inner node has neither `older` nor `newer`.
+    Ghosts form a doubly linked ring in the order in which they were added; an inner node has
+    neither `older` nor `newer`.
     """
 
     start: int
@@ -44,14 +44,13 @@ class _Run:
 
 
 class GhostTree:
-    """Remembers up to `capacity` tokens of evicted spans: a radix tree without blocks.
+    """Stores the keys of up to `capacity` tokens of evicted spans: a radix tree without blocks.
 
     Over capacity the least recently added run is dropped, tail first. The capacity is rounded
     down to whole keys, so that the content does not depend on how many blocks a key has.
 
-    Every call costs O(runs on the path it is about), `add` and `resize` besides O(runs
-    dropped). Memory is proportional to the runs remembered; keys are kept by reference,
-    as spans keep them.
+    Every call costs O(runs on the path of its keys); `add` and `resize` also cost O(runs
+    dropped). Memory is O(runs); keys are stored by reference, as in spans.
 
     Args:
         tokens: the capacity in tokens.
@@ -60,51 +59,48 @@ class GhostTree:
         InputError: the capacity is below 0.
     """
 
-    __slots__ = ("_geometry", "_ring", "capacity", "tokens")
+    __slots__ = ("_block_size", "_ratio", "_ring", "capacity", "tokens")
 
     capacity: int
-    """The most tokens that are remembered; changed by `resize`."""
+    """The maximum of `tokens`; changed by `resize`."""
 
     tokens: int
-    """The number of tokens remembered."""
+    """The number of tokens whose keys are stored."""
 
     def __init__(self, tokens: int) -> None:
         """Create an empty tree with a capacity of `tokens` tokens."""
-        self._geometry: BlockLayout | None = None
+        self._block_size = self._ratio = 1  # those of the first span
         self.tokens = 0
         self._ring = _Run(0, 0, ())
         self._ring.older = self._ring.newer = self._ring
         self.resize(tokens)
 
     def add(self, span: Span, blocks: int) -> None:
-        """Remember the last `blocks` blocks of `span`, which were evicted just now.
+        """Store the keys of the last `blocks` blocks of `span`, which were just evicted.
 
         For a policy to call in its `on_trim(span, blocks)`, and in its `on_remove` with
         `span.blocks`. The blocks become the most recent content, the tail the oldest of
-        them, whether they were remembered before or not.
+        them, even if they were stored before.
         """
-        geometry = self._geometry = span.geometry
+        self._block_size, self._ratio = span.geometry.block_size, span.geometry.ratio
         end = span.end
         # In on_trim the blocks are cut off from the span, which its parent still has.
         siblings = span.parent.children if span.parent is not None else None
-        cached = (
-            siblings.get(span.path_keys[span.start // geometry.ratio]) if siblings else None
-        )
+        cached = siblings.get(span.path_keys[span.start // self._ratio]) if siblings else None
         if cached is not None and cached.id == span.id:
             end += blocks
         self._remember(span.path_keys, end - blocks, end)
         self._shrink()
 
     def match(self, request: Request) -> int:
-        """Return how many tokens of the prompt of `request` are remembered. Pure.
+        """Return how many tokens of the prompt of `request` are stored. Changes nothing.
 
-        They need not begin at its start: the blocks before may be cached.
+        They need not begin at its start: the blocks before them may be cached.
         """
-        geometry = self._geometry
-        if geometry is None:
+        if not self.tokens:
             return 0
-        keys, ratio = request.keys, geometry.ratio
-        stride = geometry.block_size // request.key_tokens
+        keys, ratio = request.keys, self._ratio
+        stride = self._block_size // request.key_tokens
         if stride > 1:
             keys = keys[stride - 1 :: stride]
         end, found = len(keys) * ratio, 0
@@ -119,10 +115,10 @@ class GhostTree:
                 found += stop - run.start
             if stop < run.end:
                 break
-        return found * geometry.block_size
+        return found * self._block_size
 
     def forget(self, span: Span) -> int:
-        """Drop the blocks of `span`, and return how many of its tokens were remembered.
+        """Drop the blocks of `span`, and return how many of its tokens were stored.
 
         For a policy to call in its `on_insert` and `on_extend`: the span is cached again.
         """
@@ -136,10 +132,10 @@ class GhostTree:
         return before - self.tokens
 
     def resize(self, tokens: int) -> None:
-        """Change the capacity to `tokens` tokens, and drop what exceeds it.
+        """Change the capacity to `tokens` tokens, and drop the oldest content above it.
 
         Raises:
-            InputError: fewer than 0.
+            InputError: `tokens` is below 0.
         """
         if tokens < 0:
             msg = f"a ghost of {tokens} tokens: give 0 or more"
@@ -155,8 +151,7 @@ class GhostTree:
         runs, deepest = self._runs_of(keys, start, end, create=True)
         for run in reversed(runs):
             if run.newer is None:
-                assert self._geometry is not None
-                self.tokens += (run.end - run.start) * self._geometry.block_size
+                self.tokens += (run.end - run.start) * self._block_size
             else:
                 run.unlink()
             assert self._ring.older is not None
@@ -164,14 +159,13 @@ class GhostTree:
         self._prune(deepest)
 
     def _begin(self, keys: Keys[Key], start: int, end: int) -> None:
-        """Remember `[start, end)` of a path of which nothing is remembered, no cut to mend."""
-        assert self._geometry is not None
+        """Store `[start, end)` of a path whose first key is new: no run is cut or joined."""
         at = ring = self._ring
         if start:
             at = ring.children[keys[0]] = _Run(0, start, keys, ring)
         run = _Run(start, end, keys, at)
-        at.children[keys[start // self._geometry.ratio]] = run
-        self.tokens += (end - start) * self._geometry.block_size
+        at.children[keys[start // self._ratio]] = run
+        self.tokens += (end - start) * self._block_size
         assert ring.older is not None
         run.link(ring.older)
 
@@ -183,8 +177,7 @@ class GhostTree:
         Runs are cut at both ends, and where `keys` diverge from them. Positions in no run
         are put into new ones with `create`, and left out otherwise.
         """
-        assert self._geometry is not None
-        ratio = self._geometry.ratio
+        ratio = self._ratio
         runs, at = [], self._ring
         while at.end < end:
             child = at.children.get(keys[at.end // ratio])
@@ -207,9 +200,8 @@ class GhostTree:
 
     def _cut(self, lower: _Run, at: int) -> _Run:
         """Cut `lower` at block position `at`; return the new upper half."""
-        assert self._geometry is not None
         assert lower.parent is not None
-        ratio, keys = self._geometry.ratio, lower.keys
+        ratio, keys = self._ratio, lower.keys
         upper = _Run(lower.start, at, keys, lower.parent, {keys[at // ratio]: lower})
         lower.parent.children[keys[lower.start // ratio]] = upper
         lower.parent, lower.start = upper, at
@@ -220,15 +212,12 @@ class GhostTree:
     def _drop(self, run: _Run) -> None:
         """Drop the content of `run`, which stays in the tree until that is pruned."""
         if run.newer is not None:
-            assert self._geometry is not None
-            self.tokens -= (run.end - run.start) * self._geometry.block_size
+            self.tokens -= (run.end - run.start) * self._block_size
             run.unlink()
 
     def _shrink(self) -> None:
         """Drop the oldest content, tail first, until the rest fits into the capacity."""
-        if self._geometry is None:
-            return
-        size, ratio = self._geometry.block_size, self._geometry.ratio
+        size, ratio = self._block_size, self._ratio
         most = self.capacity // (size * ratio) * ratio
         while (excess := self.tokens // size - most) > 0:
             oldest = self._ring.newer
@@ -240,8 +229,7 @@ class GhostTree:
 
     def _prune(self, run: _Run) -> None:
         """Remove, from `run` up, nodes without content below; join runs that were cut."""
-        assert self._geometry is not None
-        ratio = self._geometry.ratio
+        ratio = self._ratio
         while run is not self._ring:
             parent = run.parent
             assert parent is not None

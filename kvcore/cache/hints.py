@@ -1,4 +1,4 @@
-"""Hints, from a request to the spans of its prompt: priorities, expiry times."""
+"""Priorities and expiry times of spans, and the retention hints that set them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvcore.cache.span import Span
 from kvcore.request import DEFAULT_PRIORITY, Request
 
 PriorityStep: TypeAlias = tuple[int, int, int | None]
-"""(end block, priority, duration in ns): holds from the end of the step before it."""
+"""(end block, priority, duration in ns): holds from the end of the previous step."""
 
 PriorityRange: TypeAlias = tuple[int, int, int, int | None]
 """(first block, end block, priority, duration in ns)."""
 
 
 def priority_steps(request: Request, block_size: int) -> list[PriorityStep]:
-    """Return the priorities that `request` asks for, by block.
+    """Return the priorities in the hints of `request`, by block.
 
     Steps cover positions from 0 on without gaps; after the last step the default
     priority holds. A block gets the highest priority of the hints that touch it.
@@ -47,7 +47,7 @@ def priority_steps(request: Request, block_size: int) -> list[PriorityStep]:
 
 
 def hinted_ranges(steps: list[PriorityStep]) -> list[PriorityRange]:
-    """Return the parts of `steps` that ask for more or less than the default priority."""
+    """Return the ranges of `steps` whose priority is not the default one."""
     starts = [0, *(end for end, _, _ in steps)]
     return [
         (start, end, priority, duration)
@@ -63,9 +63,9 @@ def hint_borders(steps: list[PriorityStep]) -> list[int]:
 
 
 def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
-    """Raise `deepest` and the spans above it to the priorities that `steps` ask for.
+    """Raise the priorities of `deepest` and the spans above it to those of `steps`.
 
-    They have been split where hints begin and end. O(spans · hints).
+    The spans were split where hints begin and end. O(spans · hints).
     """
     ranges = hinted_ranges(steps)
     span = deepest
@@ -80,14 +80,14 @@ def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
 
 
 def may_append(span: Span, priority: int, until: int | None) -> bool:
-    """Return True if blocks of that priority can join `span`: its own must not end earlier."""
+    """Return True if `span` has that priority, which would end no earlier than it does now."""
     if span.priority != priority:
         return False
     return until is None or (span.priority_until is not None and span.priority_until <= until)
 
 
 def raise_priority(span: Span, priority: int, until: int | None, now: int) -> None:
-    """Raise `span` to at least `priority`, for at least as long."""
+    """Raise the priority of `span` to at least `priority`, until at least `until` (ns)."""
     reset_lapsed_priority(span, now)
     if span.priority < priority:
         span.priority, span.priority_until = priority, until
@@ -97,14 +97,14 @@ def raise_priority(span: Span, priority: int, until: int | None, now: int) -> No
 
 
 def reset_lapsed_priority(span: Span, now: int) -> None:
-    """Set the default priority if the duration of the span's own is over at `now`."""
+    """Set the default priority if that of `span` has ended at `now`."""
     # Left in place, a priority that has ended would outweigh a lower one that still holds.
     if span.priority_until is not None and span.priority_until <= now:
         span.priority, span.priority_until = DEFAULT_PRIORITY, None
 
 
 def raise_priority_above(span: Span, now: int) -> None:
-    """Raise every ancestor of `span` to at least its priority, for as long. O(path)."""
+    """Raise every ancestor of `span` to its priority, until it ends there. O(path)."""
     parent = span.parent
     while parent is not None and parent.parent is not None:
         raise_priority(parent, span.priority, span.priority_until, now)
@@ -112,10 +112,11 @@ def raise_priority_above(span: Span, now: int) -> None:
 
 
 def raise_expiry(span: Span, before: int | None, below: int | None) -> int | None:
-    """Make `span` expire no earlier than its children do; return when it does.
+    """Make `span` expire no earlier than its children; return its time (ns; None: never).
 
-    `below` is when the child on the path expires, that may have been changed; `before` when
-    the span did when it outlived all of them. O(1), or O(children) if its time was cut.
+    `below` is the time of the child on the path, which may have changed. `before` is the time
+    of the span when it was no earlier than those of its children. O(1), or O(children) if a
+    policy has set an earlier time since.
     """
     expires = span.expires
     if expires is None:

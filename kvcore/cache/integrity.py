@@ -1,4 +1,4 @@
-"""The invariants of a cache: every block in one place, every span where it belongs."""
+"""Checks of the invariants of a cache: of its spans, pins and block ids."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvcore.cache.tree import SpanTree
 
 
 def check_tree(tree: SpanTree) -> None:
-    """Check links, places, pins and counts of every span, and that the index finds it.
+    """Check links, positions, pins and counts of every span, and that the index finds it.
 
     O(spans), times the cost of a match.
 
     Raises:
-        AssertionError: one is broken; the message has the spans and numbers.
+        AssertionError: an invariant is broken; the message has the spans and numbers.
     """
     cached = unpinned = 0
     for span in tree.spans():
@@ -51,7 +51,7 @@ def _check_span(tree: SpanTree, span: Span) -> None:
         _broken(f"{span!r} holds {len(span.ids)} ids")
     if span.children:
         _check_children(span, list(span.children.values()))
-    # What was generated is looked up below the prompt, with names in place of keys.
+    # Generated blocks are looked up below the prompt, with names in place of keys.
     found = tree.index.match(span.path_keys, span.end, parent if generated else tree.root)
     if found != (span, span.end):
         _broken(f"prefix plugin {tree.index.name!r} finds {found} where {span!r} ends")
@@ -71,7 +71,7 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
     """Check free + cached + private = blocks, and with ids that each block is in one place.
 
     Raises:
-        AssertionError: it does not hold; the message has all the numbers.
+        AssertionError: the sum is wrong; the message has all the numbers.
     """
     open_sequences = list(sequences)
     for seq in open_sequences:
@@ -97,7 +97,7 @@ def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequenc
 
 
 def _paths(ends: Iterable[Span]) -> dict[Span, int]:
-    """Return for each span on how many of the paths down to `ends` it is."""
+    """Return for each span the number of paths down to `ends` that contain it."""
     pins: dict[Span, int] = {}
     for span in ends:
         at = span
@@ -119,7 +119,7 @@ def _check_pins(spans: list[Span], ends: list[Span]) -> None:
 
 
 def _check_client_pins(pins: ClientPins, pool_blocks: int) -> None:
-    """Check that the pins of clients are counted, and hold no more than their share."""
+    """Check the counts of client pins, and that they hold no more than their share."""
     held = _paths(pin.span for pin in pins)
     blocks, most = sum(span.blocks for span in held), PIN_SHARE * pool_blocks
     if held != pins.held:

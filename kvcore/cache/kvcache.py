@@ -1,19 +1,19 @@
-"""The KV cache: a pool of blocks, the sequences that hold them, the tree of what is shared.
+"""The KV cache: a pool of blocks, sequences that hold them, and the tree of shared spans.
 
-Who frees what:
+When blocks become free:
 
     a block of          becomes free                                       trace
     ------------------  -------------------------------------------------  ---------------
     a closed sequence   at `close`, if it is private and has no other      FREE close
-                        owner; shared ones stay cached
+                        owner; shared blocks stay cached
     rejected tokens     at `rollback`                                      FREE rollback
     a duplicate         at `commit`, when another sequence has committed   FREE duplicate
                         the same keys before
     a dropped range     at `commit`, if it is private (retention)          EVICT retention
-    what is too many    at `compact`, if it is private (retention)         COMPACT
-    an expired span     when an `open` or `commit` comes upon it           EVICT expired
-    a victim            never: it goes to who asked for room (`open`,      EVICT capacity
-                        `extend`)
+    removed tokens      at `compact`, if it is private (retention)         COMPACT
+    an expired span     when an `open` or `commit` matches its keys        EVICT expired
+    a victim            never: the call that needs blocks gets it          EVICT capacity
+                        (`open`, `extend`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from copy import copy
 from operator import index
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
@@ -43,7 +43,6 @@ from kvcore.cache.retention import (
     own_blocks,
 )
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
 from kvcore.compiled import Count, Nanoseconds, mypyc_attr
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
@@ -53,47 +52,51 @@ from kvcore.request import NO_HINTS, Key, Request
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class KVCache:
-    """Decides which blocks exist, who holds them, what can be reused, and what is evicted.
+    """Allocates, shares, reuses and evicts the blocks of a paged KV cache.
 
     Token counts are increments everywhere. `now` is in nanoseconds and never decreases;
-    None is the time of the call before. Every call costs O(spans touched); where blocks
-    have ids these move by slices, in C.
+    None stands for the time of the previous call. Every call costs O(spans touched); block
+    ids, where blocks have them, move by slices, in C.
 
-    A refused call (`InputError`, `OutOfBlocks`) changes nothing. A plugin that raises, or
-    answers what it must not, ends the use of the cache: that call raises `PolicyError`, and
-    so does every call after it, with the same message.
+    A refused call (`InputError`, `OutOfBlocks`) changes no block. A plugin that raises, or
+    returns a value outside its contract, ends the use of the cache: that call raises
+    `PolicyError`, and so does every later call, with the same message.
 
     Args:
         blocks: blocks in the pool.
         block_size: tokens in a block.
         eviction: the eviction policy: an instance, a class, or a name such as `lfu` or
-            `lfu:half_life=300`; None is `lru`. One instance, one cache.
-        prefix: how cached blocks are looked up, given alike; None is `radix`.
-        retention: what an open sequence may drop, given alike; None: nothing.
+            `lfu:half_life=300`; None stands for `lru`. An instance serves one cache.
+        prefix: the index that looks up cached blocks, in the same forms; None stands for
+            `radix`.
+        retention: the policy that drops tokens of open sequences, in the same forms; None
+            keeps all tokens.
         accounting: `tokens` or `keys`, the two accountings (docs/reference/counting.md).
-        key_tokens: tokens a request's block key stands for; None: what the first request
-            says.
-        trace: where every decision is written; None: nowhere.
-        ids: whether blocks have ids that can be read; with a trace they always have.
-            Decisions are the same either way; without ids they cost less.
+        key_tokens: tokens that a block key of a request stands for; None: the first request
+            decides.
+        trace: the recorder of every decision; None records nothing.
+        ids: whether blocks have ids that can be read; with a trace they always do. The
+            decisions do not depend on it; without ids they cost less.
         recompute: seconds to compute n tokens after a context of c tokens, for policies
-            that weigh what an eviction costs. None: Llama-3-8B on an H100.
-        on_copy: called as `on_copy(source, target)` when a writer gets a block of its own,
-            to copy the K/V in it; an attribute too. None: there is none.
-        on_fork: called as `on_fork(seq, child)` when `seq` has been forked, by who keeps what
-            belongs to a sequence; an attribute too. None: there is none.
-        on_compact: called as `on_compact(seq, table, held)` when `seq` has been compacted,
-            with its block table before, which had the K/V of `held` tokens, to copy those
-            that stay into the blocks it has now; an attribute too. None: there is none.
+            that weigh the cost of an eviction. None: Llama-3-8B on an H100.
+        on_copy: called as `on_copy(source, target)` when a sequence that writes into a shared
+            block gets a block of its own, to copy the K/V.
+        on_fork: called as `on_fork(seq, child)` after `seq` was forked, to copy data kept
+            beside a sequence.
+        on_compact: called as `on_compact(seq, table, held)` after `seq` was compacted, to
+            copy the K/V of the tokens that stay into its new blocks. `table` is its block
+            table before, with the K/V of `held` tokens.
 
     Attributes:
-        pool, tree: the blocks, and the spans of those that are cached.
-        prefix, eviction, retention, geometry: the plugins, and how prompts lie in blocks.
+        pool: the blocks.
+        tree: the spans of cached blocks.
+        prefix, eviction, retention: the plugins.
+        geometry: the layout of prompts in blocks.
         sequences: the open sequences by id.
-        now: the time of the last call.
-        stats: what has been looked up and hit so far.
-        tiers: what lies below the pool; None: nothing does. Set by `Tiers(cache, ...)`.
-        trace, on_copy, on_fork, on_compact: as given.
+        now: the time of the last call, in ns.
+        stats: counts of lookups and hits so far.
+        tiers: the tiers below the pool, set by `Tiers(cache, ...)`; None without tiers.
+        trace, on_copy, on_fork, on_compact: the arguments; the callbacks may be set later.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -133,6 +136,7 @@ class KVCache:
         self._last_id = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
+        self._traced_key_tokens = self.geometry.key_tokens
         plugins: list[Plugin] = [self.eviction, self.prefix]
         if self.retention is not None:
             plugins.append(self.retention)
@@ -149,7 +153,7 @@ class KVCache:
             self._droppable = find_override(self.retention, "droppable")
             self._keeps = find_override(self.retention, "keeps")
             if self._droppable is None and self._keeps is None:
-                self.retention = None  # It keeps everything: not worth a call.
+                self.retention = None  # it keeps everything, so a call would be wasted
         if trace is not None:
             trace.begin(
                 count=accounting,
@@ -159,31 +163,31 @@ class KVCache:
                 plugins={plugin.kind: describe(plugin) for plugin in plugins},
             )
 
-    # What is there.
+    # Reading.
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free or can be evicted."""
+        """Number of blocks that are free or can be evicted."""
         return self.pool.free_blocks + self.tree.unpinned_blocks
 
     def probe(
         self, request: Request, now: Nanoseconds | None = None, target: int | None = None
     ) -> int:
-        """Return how many blocks of `request` would hit. Changes nothing.
+        """Return the number of blocks of `request` that would hit. Changes no block.
 
-        `target` is as for `open`.
+        `target` is that of `open`.
 
         Raises:
-            InputError: the request's keys are not those the cache was made for.
+            InputError: a key of the request stands for another number of tokens.
         """
         if self.tree.failure is not None:
             self._raise_failure()
         return self.match(request, self.now if now is None else now, target).blocks
 
     def match(self, request: Request, now: int, target: int | None = None) -> PrefixMatch:
-        """Return what of `request` is cached, and would hit. Changes nothing.
+        """Return the cached prefix of `request`, which would hit. Changes no block.
 
-        `target` is as for `open`.
+        `target` is that of `open`.
         """
         prompt = self.geometry.prompt(request, target)
         match = self.tree.match(prompt.keys, prompt.limit, now)
@@ -198,7 +202,7 @@ class KVCache:
     ) -> tuple[list[Key], PrefixMatch] | None:
         """Return the keys and the match of a preempted request, generated blocks included.
 
-        None where no generated block can follow what `match` has found of its prompt.
+        `match` is that of its prompt. Returns None if no generated block continues it.
         """
         size = self.geometry.block_size
         first, limit = request.prompt_tokens // size, (target - 1) // size
@@ -210,7 +214,7 @@ class KVCache:
         return keys, self.tree.match(keys, limit, now, match.span)
 
     def block_table(self, seq: Sequence) -> Ids:
-        """Return the ids of the blocks of `seq`, first to last, without what it has dropped.
+        """Return the ids of the blocks of `seq`, first to last, without dropped blocks.
 
         O(blocks) in C.
 
@@ -223,9 +227,9 @@ class KVCache:
         return seq.table()
 
     def record_residency(self) -> Residency:
-        """Start to measure how long blocks stay, and return where that is written down.
+        """Start to record how long blocks stay in the pool, and return the statistics.
 
-        Tiers below the pool begin to measure too, each in its own place.
+        Tiers below the pool begin to record too, each in statistics of its own.
         """
         self.tree.residency = Residency(self.pool.blocks)
         if self.tiers is not None:
@@ -233,9 +237,9 @@ class KVCache:
         return self.tree.residency
 
     def residency_by_tier(self) -> dict[str, Any] | None:
-        """Return how long blocks rested in the pool and in each tier below, by their names.
+        """Return `Residency.as_dict()` of the pool and of each tier below, by their names.
 
-        As `Residency.as_dict()` says it; None where nothing was measured, or nothing happened.
+        Returns None if nothing was recorded.
         """
         levels = () if self.tiers is None else self.tiers.levels
         trees = (self.tree, *(level.tree for level in levels))
@@ -246,8 +250,8 @@ class KVCache:
         """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
 
         Raises:
-            AssertionError: one does not hold; the message has the numbers.
-            PolicyError: a plugin has failed, which leaves a call half done.
+            AssertionError: an invariant does not hold; the message has the numbers.
+            PolicyError: a plugin has failed, in the middle of a call.
         """
         if self.tree.failure is not None:
             self._raise_failure()
@@ -261,17 +265,16 @@ class KVCache:
     def announce(self, request: Request, now: int) -> None:
         """Write REQUEST to the trace: `request` has arrived, and will be opened or rejected.
 
-        Without it, `open` does so. A second time nothing is written.
+        `open` writes the line if no call of this method did.
 
         Raises:
-            InputError: the request's keys are not those the cache was made for.
+            InputError: a key of the request stands for another number of tokens.
         """
-        trace = self.trace
-        if trace is not None:
-            self._set_key_tokens(request, trace)
-            trace.request(request, now)
+        if self.trace is not None:
+            self._trace_key_tokens(request, self.trace)
+            self.trace.request(request, now)
 
-    def open(  # noqa: C901, PLR0912 - one admission, told from top to bottom
+    def open(  # noqa: C901, PLR0912 - one admission, from top to bottom
         self,
         request: Request,
         first_tokens: int | None = None,
@@ -281,24 +284,31 @@ class KVCache:
         target: int | None = None,
         reserve: int = 0,
     ) -> Sequence:
-        """Admit `request`: pin the blocks it hits, and allocate those it computes first.
+        """Admit `request`: pin the blocks it hits, and allocate the blocks it computes first.
 
-        All or nothing. `first_tokens` is how many tokens to allocate after the hit; None
-        is the rest of `target`, the tokens to be computed before the next one is generated:
-        the prompt (None), and after a preemption the output so far too. `resumed` says
-        that a preempted request returns: what it finds are its own blocks, which is no
-        reuse. `reserve` blocks must stay free or evictable.
+        An admission happens as a whole or not at all.
+
+        Args:
+            request: the request.
+            first_tokens: tokens to allocate after the hit; None: the rest of `target`.
+            now: the time in ns; None: that of the previous call.
+            resumed: whether a preempted request returns. Then its hit is no reuse, since the
+                blocks may be its own.
+            target: tokens to compute before the next token is generated: the prompt, and
+                after a preemption the output so far too. None: the prompt.
+            reserve: number of blocks that must stay free or evictable.
 
         Raises:
-            InputError: as for `probe`, or fewer than 0 tokens.
-            OutOfBlocks: there is no room; nothing has changed.
+            InputError: a key of the request stands for another number of tokens, or
+                `first_tokens` is below 0.
+            OutOfBlocks: too few blocks are free or evictable; no block has changed.
             PolicyError: a plugin failed.
         """
         tree, trace, geometry = self.tree, self.trace, self.geometry
         if tree.failure is not None:
             self._raise_failure()
         if trace is not None:
-            self._set_key_tokens(request, trace)
+            self._trace_key_tokens(request, trace)
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -326,8 +336,8 @@ class KVCache:
         elif target is not None and geometry.accounting == "tokens":
             tokens, blocks = target, -(-target // size)
         need = blocks - hit
-        # The blocks that hit are about to be pinned: they are no room. All other unpinned
-        # blocks can be evicted in the end, since below an unpinned span nothing is pinned.
+        # Blocks that hit are about to be pinned, so they cannot be evicted. All other unpinned
+        # blocks can: below an unpinned span nothing is pinned.
         kept = unpinned + reserve
         if need > self.pool.free_blocks + tree.unpinned_blocks - kept:
             if tree.pins and not self.sequences and tree.pins.make_way(blocks + reserve, now):
@@ -351,11 +361,16 @@ class KVCache:
         self.stats.admitted(lookup, hit, length, hit * size, resumed)
         if trace is not None:
             self._admitted.add(request.id)
-            self._trace_open(trace, seq, prompt_blocks, limit, expired, now, resumed=resumed)
+            trace.admission(
+                now, seq, prompt_blocks, limit, expired=expired is not None, again=resumed
+            )
         return seq
 
     def plan_ahead(self, request: Request, now: int) -> Sequence:
-        """Return a sequence, not open, of what `request` would hit. Changes nothing."""
+        """Return a sequence, which is not open, with the hit of `request`. Changes no block.
+
+        For `open_ahead`.
+        """
         size = self.geometry.block_size
         keys, tokens, _, cacheable, lookup, limit = self.geometry.lay_out(request)
         match = self.tree.match(keys, limit, now)
@@ -368,11 +383,11 @@ class KVCache:
         )  # fmt: skip
 
     def open_ahead(self, planned: Sequence, blocks: int, now: int, reserve: int) -> Sequence:
-        """Open what `plan_ahead` has planned, for blocks to be loaded before it arrives.
+        """Open the sequence of `plan_ahead`, into which blocks are loaded before it arrives.
 
-        It pins what it hits, which counts as used and not as hit, and has private blocks up to
-        position `blocks`, or as many as there is room for: `reserve` blocks stay free or
-        evictable. If there is none, it is returned as it is, and nothing is open.
+        The sequence pins its hit, which counts as used and not as hit. It gets private blocks
+        up to position `blocks`, or fewer, so that `reserve` blocks stay free or evictable.
+        If it would get none, `planned` is returned, and no sequence is open.
         """
         tree, trace, request = self.tree, self.trace, planned.request
         now = self._at(now)
@@ -394,7 +409,7 @@ class KVCache:
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
-            self._set_key_tokens(request, trace)
+            self._trace_key_tokens(request, trace)
             keys = seq.keys[: -(-blocks // self.geometry.ratio)]
             span = seq.span.id if hit else None
             trace.prefetch(
@@ -404,18 +419,16 @@ class KVCache:
         return seq
 
     def extend(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
-        """Allocate private blocks for `tokens` more tokens, evicting if need be.
+        """Allocate private blocks for `tokens` more tokens; evict blocks if too few are free.
 
         A partial last block that another sequence shares since a fork is copied first.
 
         Raises:
             InputError: a closed sequence, or fewer than 0 tokens.
-            OutOfBlocks: there is no room; nothing has changed.
+            OutOfBlocks: too few blocks are free or evictable; no block has changed.
             PolicyError: a plugin failed.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        now = self._at(now)
+        now = self._begin(seq, now)
         if tokens < 0:
             msg = f"extend by {tokens} tokens: give 0 or more, or use rollback"
             raise InputError(msg)
@@ -440,15 +453,14 @@ class KVCache:
         seq.tokens = total
 
     def commit(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
-        """Count `tokens` more tokens as computed: full keyed blocks become shareable.
+        """Count `tokens` more tokens as computed: full blocks with keys become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
-        those blocks and its duplicates are freed. Then `seq` drops what its retention
-        policy says it may, or is compacted to as many tokens as that policy says; once it
-        has lost any, it publishes no more.
+        those blocks and its duplicates are freed. Then the retention policy may drop ranges of
+        `seq`, or compact it to fewer tokens; from then on no more of its blocks are shared.
 
         Raises:
-            InputError: more than was allocated.
+            InputError: more tokens than are allocated.
             PolicyError: a plugin failed.
         """
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
@@ -471,11 +483,10 @@ class KVCache:
     def keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
         """Cache the generated blocks of `seq` that its first `tokens` tokens fill.
 
-        For output to which the workload gives no keys: only this request can hit these blocks,
-        when it returns after a preemption. Called before `close`; `seq` generates no more.
-        They continue the prompt's last full block, which must be shared, as a span of their
-        own: inside a key of the workload the prompt ends, and what it is continued by has
-        another name.
+        For output to which the workload gives no keys: only this request can hit the blocks,
+        when it returns after a preemption. Called before `close`, when `seq` generates no more
+        tokens. The blocks become a span of their own below the last full block of the prompt,
+        which must be shared, since the prompt may end inside a key of the workload.
         """
         self.now = now
         request, size = seq.request, self.geometry.block_size
@@ -490,10 +501,10 @@ class KVCache:
             self.tree.commit(seq, upto, now)
 
     def publish(self, seq: Sequence, tokens: int, now: int) -> None:
-        """Make the full keyed blocks shareable that the next `tokens` tokens of `seq` fill.
+        """Share the full blocks with keys that the next `tokens` tokens of `seq` will fill.
 
-        Nothing may read them before these are computed, which `commit` says. Where another
-        sequence is ahead with the same keys, its blocks take their place only then.
+        The caller lets no sequence read them before `commit` counts these tokens as computed.
+        Where another sequence has the next key already, nothing is shared before that.
 
         Raises:
             PolicyError: a plugin failed.
@@ -507,21 +518,20 @@ class KVCache:
             self.tree.commit(seq, upto, now)
 
     def compact(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
-        """Make `seq` go on with `tokens` of the tokens that it holds, in private blocks.
+        """Reduce `seq` to `tokens` of the tokens that it holds, in private blocks.
 
-        It takes as many blocks as these tokens need, its own first; what it has too many is
-        free, and what it shared is unpinned and stays cached. Which tokens stay is decided,
-        and their K/V copied, by `on_compact`. From then on `seq` publishes nothing.
+        It keeps as many of its private blocks as these tokens need, and gets new ones if they
+        are too few; its other private blocks are freed, and its shared blocks are unpinned and
+        stay cached. `on_compact` chooses the tokens and copies their K/V. From then on no
+        more blocks of `seq` are shared.
 
         Raises:
-            InputError: no token, as many as it holds, or more; or it has yet to compute
-                what a fork has published.
-            OutOfBlocks: there is no room for the copy; nothing has changed.
+            InputError: fewer than 1 token, or no fewer than it holds; or `seq` has not yet
+                computed all blocks that it shares.
+            OutOfBlocks: too few blocks for the copy; no block has changed.
             PolicyError: a plugin failed.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        now = self._at(now)
+        now = self._begin(seq, now)
         held = seq.held
         if not 0 < tokens < held or not is_past_shared(seq):
             msg = (
@@ -560,7 +570,7 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(  # noqa: C901 - one end, told from top to bottom
+    def close(  # noqa: C901 - one end, from top to bottom
         self,
         seq: Sequence,
         now: Nanoseconds | None = None,
@@ -568,10 +578,13 @@ class KVCache:
         *,
         preempted: bool = False,
     ) -> None:
-        """Unpin what `seq` shares, which stays cached, and free the rest.
+        """Unpin the shared blocks of `seq`, which stay cached, and free its private blocks.
 
-        `length` is that of its text, where `settle` has yet to set it. A request that was
-        `preempted` will return: its hints wait until it has ended.
+        Args:
+            seq: the sequence.
+            now: the time in ns; None: that of the previous call.
+            length: the length of its text in tokens, as for `settle`; None: it is set.
+            preempted: whether the request will return; then its hints take no effect yet.
         """
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
@@ -593,7 +606,7 @@ class KVCache:
             )  # fmt: skip
         elif private := seq.blocks - seq.span.end - seq.freed:
             if seq.private is None:
-                self.pool.free_blocks += private  # all that a pool does that counts
+                self.pool.free_blocks += private  # what `CountingPool.free` does
             else:
                 self._free_last(seq, private)
         request, tree = seq.request, self.tree
@@ -610,22 +623,22 @@ class KVCache:
     def fork(self, seq: Sequence, now: Nanoseconds | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
-        Allocates nothing: no access and no hit. A cache that only counted blocks gives
-        them ids from here on.
+        Allocates nothing, and counts as no access and no hit. A cache that only counted
+        blocks gives them ids from then on.
 
         Raises:
-            InputError: tokens beyond the prompt are allocated and not committed, so the
-                two would compute different tokens in the same place.
+            InputError: tokens beyond the prompt are allocated and not committed, so both
+                sequences would write different tokens into one block.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
+        now = self._begin(seq, now)
         seq.check_fork()
-        now = self._at(now)
         pool = self._pool_with_ids()
         self._last_id += 1
         child = copy(seq)
         child.id, child.private = self._last_id, array("i", seq.private or ())
         child.data = None
+        if seq.request.publishes:
+            child.keys = list(seq.keys)  # `append_keys` extends the list of one sequence
         pool.share(child.private)
         if seq.family is None:
             seq.family = [seq]
@@ -643,11 +656,9 @@ class KVCache:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
-            InputError: it would reach into blocks that are already shareable, or dropped.
+            InputError: some of the tokens are in shared or dropped blocks.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        now = self._at(now)
+        now = self._begin(seq, now)
         seq.check_rollback(tokens)
         left = seq.tokens - tokens
         first = -(-left // self.geometry.block_size)
@@ -657,21 +668,21 @@ class KVCache:
         seq.tokens, seq.blocks = left, first
         seq.computed = min(seq.computed, left)
 
-    # Decoding in bulk: many sequences grow by a token a step, and nobody reads block ids.
+    # Decoding in bulk: many sequences grow by a token a step, and no block id is read.
 
     @property
     def counts_only(self) -> bool:
-        """Whether blocks have no ids, so that they may be reserved for several sequences.
+        """Whether blocks have no ids, so that some may be allocated for several sequences.
 
-        What `pool.allocate` then takes becomes the share of each when `settle` sets its length,
-        at the latest before the next call for it.
+        `settle` then sets the share of each sequence, at the latest before the next call for
+        that sequence.
         """
         return not isinstance(self.pool, BlockPool)
 
     def reserve(self, seq: Sequence, now: int) -> None:
-        """Take a block for `seq`, evicting if need be: one is free or evictable.
+        """Allocate a block for `seq`; evict one if none is free. One is free or evictable.
 
-        As `extend` does for many tokens at once, where the pool counts (see `counts_only`).
+        For a pool that only counts blocks (`counts_only`), where it costs less than `extend`.
 
         Raises:
             PolicyError: a plugin failed.
@@ -684,11 +695,11 @@ class KVCache:
     def free_ahead(
         self, blocks: int, requester: int | str, now: int, times: Keys[int] | None = None
     ) -> None:
-        """Evict `blocks` blocks, at least, which become free: so many are evictable.
+        """Evict at least `blocks` blocks, which become free. As many are evictable.
 
-        For the growth of many sequences over many steps, where the pool counts and the order of
-        victims is fixed. `times` (ns) are when `reserve` would have evicted each of them; None:
-        nobody wants to know.
+        For the growth of many sequences over many steps, in a pool that only counts blocks
+        and with a policy of fixed order. `times` has for each block the ns at which `reserve`
+        would have evicted it, for the statistics of residency; None if there are none.
 
         Raises:
             PolicyError: a plugin failed.
@@ -715,7 +726,7 @@ class KVCache:
         Raises:
             InputError: the request has no keys for its output, or not for all before it.
         """
-        # The list is the sequence's own (see BlockLayout), and its spans refer to it.
+        # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
         if not seq.request.publishes or not isinstance(seq.keys, list):
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
@@ -726,10 +737,10 @@ class KVCache:
     # Blocks.
 
     def make_room(self, blocks: int, now: int) -> bool:
-        """Return True if `blocks` are free or evictable for the only open sequence.
+        """End expired pins of clients; return True if `blocks` blocks are free or evictable.
 
-        Pins of clients that have ended, or must yield to it, are ended. Where several
-        sequences are open, one of them frees blocks when it ends, so pins hold.
+        If one sequence alone is open, more pins end until there are as many. If several are
+        open, one of them will free blocks at its end, so pins stay.
         """
         tree = self.tree
         if tree.pins:
@@ -741,7 +752,8 @@ class KVCache:
     def _free_last(self, seq: Sequence, count: int) -> Ids | None:
         """Free the last `count` blocks of `seq`, deepest first.
 
-        Returns the ids that no other sequence owns; None where the pool counts.
+        Returns the ids of the freed blocks, which no other sequence owns; None in a pool that
+        only counts.
         """
         private, pool = seq.private, self.pool
         if not count:
@@ -757,7 +769,7 @@ class KVCache:
         return pool.release(last)
 
     def _retain(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
-        """Drop what `retention` says that `seq` needs no longer, or compact it."""
+        """Drop the blocks of `seq` that `retention` names, or compact `seq`."""
         if self._droppable is not None and may_drop(self.pool, seq):
             try:
                 holes = new_holes(seq, self._droppable(seq))
@@ -767,12 +779,12 @@ class KVCache:
                 self.stats.dropped_blocks += drop_blocks(
                     self.pool, seq, holes, self.trace, retention.name, now
                 )
-        # Nothing will attend to what a whole text holds.
+        # No later token attends to a text that is complete.
         if self._keeps is None or not is_past_shared(seq) or seq.is_whole:
             return
         try:
             kept = self._keeps(seq)
-            # A whole number of any kind, such as that of an array.
+            # `index` accepts whole numbers of any kind, such as those of arrays.
             if kept is not None and index(kept) < 1:
                 msg = f"{kept} tokens of {seq.held}: give 1 or more, or None for all"
                 raise ValueError(msg)  # noqa: TRY301 - the plugin's failure like any other
@@ -782,11 +794,11 @@ class KVCache:
             try:
                 self.compact(seq, index(kept), now)
             except OutOfBlocks:
-                # Asked again when it has computed more. Other sequences may have made room.
+                # Tried again after the next commit: other sequences may have freed blocks.
                 self.stats.deferred_compactions += 1
 
     def _shared_tail(self, seq: Sequence) -> int | None:
-        """Return the id of the last block of `seq` if another sequence owns it too."""
+        """Return the id of the last block of `seq` if another sequence owns it too, or None."""
         if seq.private and isinstance(self.pool, BlockPool):
             tail = seq.private[-1]
             return tail if tail in self.pool.owners else None
@@ -804,7 +816,7 @@ class KVCache:
             self.on_copy(tail, copy)
 
     def _pool_with_ids(self) -> BlockPool:
-        """Return the pool, after giving ids to all blocks in use if there were none.
+        """Return the pool; a pool that only counts is replaced by one with ids first.
 
         O(blocks) the first time.
         """
@@ -820,15 +832,15 @@ class KVCache:
 
     # Refusals and the trace.
 
-    def _set_key_tokens(self, request: Request, trace: Recorder) -> None:
-        """Set the `key_tokens` of the header by the first request, if they were not given."""
-        if self.geometry.is_assumed:
-            if request.key_tokens != self.geometry.key_tokens:
-                trace.describe(key_tokens=request.key_tokens)
-            self.geometry.set_key_tokens(request.key_tokens)
+    def _trace_key_tokens(self, request: Request, trace: Recorder) -> None:
+        """Write `key_tokens` into the header of the trace if the first request decides it."""
+        self.geometry.check_key_tokens(request)
+        if self._traced_key_tokens != request.key_tokens:
+            self._traced_key_tokens = request.key_tokens
+            trace.describe(key_tokens=request.key_tokens)
 
     def _at(self, now: Nanoseconds | None) -> int:
-        """Return the time of a call: None is that of the call before."""
+        """Return the time of a call in ns; None stands for that of the previous call."""
         if now is None:
             return self.now
         if type(now) is not int or now < self.now:
@@ -837,8 +849,14 @@ class KVCache:
         self.now = now
         return now
 
+    def _begin(self, seq: Sequence, now: Nanoseconds | None) -> int:
+        """Check that `seq` is open in this cache, and return the time of the call."""
+        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
+            self._refuse(seq)
+        return self._at(now)
+
     def _refuse(self, seq: Sequence) -> NoReturn:
-        """Refuse a call: a plugin has failed, or `seq` is closed, or of another cache."""
+        """Raise the error of a call: a plugin has failed, or `seq` is not open here."""
         if self.tree.failure is not None:
             self._raise_failure()
         why = "not of this cache" if seq.is_open else "closed"
@@ -846,7 +864,7 @@ class KVCache:
         raise InputError(msg)
 
     def _raise_failure(self) -> NoReturn:
-        """Raise the first error of a plugin again: the cache cannot be used any more."""
+        """Raise the first error of a plugin again, after which no call works."""
         # A new exception, since raising one object again lengthens its traceback each time.
         error = PolicyError(str(self.tree.failure))
         error.__cause__ = self.tree.failure  # compiled, `raise ... from` loses it
@@ -859,19 +877,20 @@ class KVCache:
         )
 
     def adopt(self, request: Request) -> None:
-        """Mark `request`, admitted by another server, to be opened as a resumed one."""
+        """Record that another server admitted `request`: here it opens as a resumed one."""
         if self.trace is not None:
             self._admitted.add(request.id)
 
     def disown(self, request: Request) -> None:
-        """Forget `request`, which is served elsewhere from now on: here it would be new."""
+        """Drop the record of `request`, which another server continues: it would be new."""
         self._admitted.discard(request.id)
 
     def _check_admission(self, request: Request, *, resumed: bool) -> None:
-        """Refuse an admission that would make the trace contradict itself.
+        """Check that the trace will not contradict itself.
 
         Raises:
-            InputError: a second first admission of a request, or a return of an unknown one.
+            InputError: a request is admitted first for the second time, or resumed without a
+                first admission.
         """
         if resumed != (request.id in self._admitted):
             why = "was not admitted before: leave out resumed=True"
@@ -879,36 +898,3 @@ class KVCache:
                 why = "was admitted before: give another id, or resumed=True if it returns"
             msg = f"request {request.id!r} {why}"
             raise InputError(msg)
-
-    def _trace_open(
-        self,
-        trace: Recorder,
-        seq: Sequence,
-        prompt_blocks: int,
-        limit: int,
-        expired: Span | None,
-        now: int,
-        *,
-        resumed: bool,
-    ) -> None:
-        """Write HIT, MISS and ALLOC of an admission.
-
-        At most `limit` of the `prompt_blocks` blocks of the prompt could hit.
-        """
-        request, hit = seq.request, seq.hit_blocks
-        if hit:
-            span = seq.span.id
-            trace.hit(now, request=request.id, seq=seq.id, blocks=hit, span=span, again=resumed)
-        if not hit or hit < prompt_blocks:
-            why: Literal["absent", "partial", "expired", "no keys"]
-            if hit < limit:
-                why = "absent" if expired is None else "expired"
-            elif (
-                not seq.keys or limit < (request.prompt_tokens - 1) // self.geometry.block_size
-            ):
-                why = "no keys"
-            else:
-                why = "partial"
-            trace.miss(now, request=request.id, seq=seq.id, block=hit, why=why, again=resumed)
-        if seq.private:
-            trace.alloc(now, seq=seq.id, first=hit, runs=seq.private)

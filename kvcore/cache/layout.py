@@ -1,4 +1,4 @@
-"""How a prompt lies in blocks: the two accountings, and keys coarser or finer than blocks."""
+"""The layout of prompts in blocks: two accountings, and keys coarser or finer than blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcore.request import Key, KeyPrefix, Request
 ACCOUNTINGS = ("keys", "tokens")
 
 GENERATED: Final = "generated"
-"""What the name of a generated block begins with, for which the workload has no key."""
+"""The first element of the name of a generated block for which the workload has no key."""
 
 
 class PromptBlocks(NamedTuple):
@@ -24,9 +24,10 @@ class PromptBlocks(NamedTuple):
         keys: the key of block j is `keys[j // ratio]`.
         tokens: length of the prompt.
         blocks: blocks that it occupies.
-        cacheable: its first blocks that may be shared, its output's included if known.
-        lookup: blocks that are looked up: what a hit ratio is measured by.
-        limit: blocks that can hit at most.
+        cacheable: its first blocks that may be shared; those of its output, if it has keys,
+            too.
+        lookup: blocks that are looked up, the denominator of a hit ratio.
+        limit: the maximum of blocks that can hit.
     """
 
     keys: Keys[Key]
@@ -49,22 +50,23 @@ class BlockLayout:
       is a full hit.
     * `tokens`: a prompt of L tokens has ceil(L / b) blocks; the first L // b of them that
       have a key are cacheable; at most (L - 1) // b hit, since the last token is always
-      computed. A preempted request has its output so far in L, with as many blocks to hit
-      as are cacheable.
+      computed. Of a preempted request L includes the output so far, while at most its
+      cacheable blocks hit.
 
     Args:
         accounting: `keys` or `tokens`.
         block_size: tokens in a block.
-        key_tokens: tokens a key stands for; None: what the first request says.
+        key_tokens: tokens that a key stands for; None: the first request decides.
         recompute: seconds to compute n tokens after a context of c tokens; None:
             Llama-3-8B on an H100.
 
     Attributes:
-        accounting, block_size, key_tokens: as above. Before the first request, a
-            `key_tokens` of None is `block_size`.
+        accounting, block_size: the arguments.
+        key_tokens: tokens that a key stands for; `block_size` until the first request
+            decides.
         ratio: blocks per key.
-        reload_seconds: seconds to load a block of many from the nearest tier; infinite
-            where there is none. Set by `Tiers`.
+        reload_seconds: seconds to load a block from the nearest tier, in a load of many;
+            infinite without a tier. Set by `Tiers`.
 
     Raises:
         InputError: an unknown accounting, or block and key sizes that do not fit.
@@ -87,14 +89,14 @@ class BlockLayout:
         self._unit = accounting == "keys"
         self._recompute = recompute
         self.set_key_tokens(block_size if key_tokens is None else key_tokens)
-        # None: whatever the first request says.
+        # None until the first request decides.
         self._expected: int | None = key_tokens
 
     def set_key_tokens(self, key_tokens: int) -> None:
-        """Set how many tokens a key stands for.
+        """Set the number of tokens that a key stands for.
 
         Raises:
-            InputError: the block size does not fit them.
+            InputError: neither it nor the block size divides the other.
         """
         block_size = self.block_size
         _check_sizes(block_size, key_tokens)
@@ -120,29 +122,24 @@ class BlockLayout:
         self._stride = stride
         self._expected = key_tokens
 
-    @property
-    def is_assumed(self) -> bool:
-        """Whether `key_tokens` is only assumed: no request has been seen."""
-        return self._expected is None
-
     def prompt(self, request: Request, target: int | None = None) -> PromptBlocks:
-        """Lay `request` out. O(1), or O(keys) where a block is several keys.
+        """Return the prompt of `request` in blocks. O(1), or O(keys) if a block has several.
 
-        `target` is how many tokens are to be computed, the last of them in any case: the
-        prompt and, after a preemption, what was generated before it. None: the prompt.
+        `target` is the number of tokens to compute before the next one is generated: the
+        prompt and, after a preemption, the output so far. None: the prompt.
 
         Raises:
-            InputError: its keys stand for another number of tokens, or its output keys
-                have no prompt keys to follow.
+            InputError: a key stands for another number of tokens; or there are output keys,
+                and keys of the prompt before them are missing.
         """
         return PromptBlocks(*self.lay_out(request, target))
 
     def lay_out(
         self, request: Request, target: int | None = None
     ) -> tuple[Keys[Key], int, int, int, int, int]:
-        """Return the fields of `prompt` as a plain tuple, which costs half as much."""
+        """Return the fields of `prompt` as a plain tuple, at half the cost."""
         if request.key_tokens != self._expected:
-            self._check_key_tokens(request)
+            self.check_key_tokens(request)
         size = self.block_size
         keys = request.keys
         if type(keys) is KeyPrefix:
@@ -172,8 +169,8 @@ class BlockLayout:
     def generated_keys(self, request: Request, first: int, end: int) -> list[Key]:
         """Return the keys of a prompt's blocks, and names for the generated ones up to `end`.
 
-        The blocks from position `first` on are generated, at least in part. Their names are
-        those of the request, so that no other one hits them. O(keys).
+        The blocks from position `first` on are generated, at least in part. A name contains
+        the id of the request, so no other request hits the block. O(keys).
         """
         whole = first // self.ratio
         keys = request.keys[self._stride - 1 :: self._stride][:whole]
@@ -188,19 +185,23 @@ class BlockLayout:
             self._recompute = default_prefill_cost()
         return self._recompute(context, tokens)
 
-    def _check_key_tokens(self, request: Request) -> None:
-        """Set `key_tokens` by the first request; refuse another number later."""
+    def check_key_tokens(self, request: Request) -> None:
+        """Check the `key_tokens` of `request`; the first request sets those of the layout.
+
+        Raises:
+            InputError: the two differ, or the block size does not fit.
+        """
         if self._expected is None:
             self.set_key_tokens(request.key_tokens)
-            return
-        msg = (
-            f"request {request.id} has keys of {request.key_tokens} tokens; "
-            f"this cache was made with key_tokens={self.key_tokens}"
-        )
-        raise InputError(msg)
+        elif request.key_tokens != self._expected:
+            msg = (
+                f"request {request.id} has keys of {request.key_tokens} tokens; "
+                f"this cache was made with key_tokens={self.key_tokens}"
+            )
+            raise InputError(msg)
 
     def _with_output(self, request: Request) -> Keys[Key]:
-        """Return the keys of the prompt's full key blocks and of what follows them."""
+        """Return the keys of the prompt that are full of tokens, and those of the output."""
         whole = request.prompt_tokens // self.key_tokens
         if len(request.keys) < whole:
             msg = (
@@ -212,7 +213,7 @@ class BlockLayout:
 
 
 def _check_sizes(block_size: object, key_tokens: object) -> None:
-    """Refuse sizes that are no whole numbers above 0."""
+    """Raise an InputError for sizes that are no whole numbers above 0."""
     if not all(type(size) is int and size > 0 for size in (block_size, key_tokens)):
         msg = (
             f"block size {block_size!r} and key size {key_tokens!r} must be whole numbers "

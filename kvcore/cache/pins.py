@@ -1,4 +1,4 @@
-"""What clients have pinned: paths that stay until a time, whatever the eviction policy says."""
+"""Pins of clients: paths that the eviction policy cannot evict before a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PIN_SHARE = 0.5
 class Pin:
     """A client's pin: the path from the root to `span`, until it expires.
 
-    It counts in `ref_count` of these spans, as a sequence that is open for so long would: so
-    it holds for every eviction policy.
+    It counts in `ref_count` of these spans, as an open sequence does, so it holds for every
+    eviction policy.
 
     Attributes:
-        until: when (ns) it ends.
-        serial: tells pins apart that end at one time; the earlier ends first.
+        until: the time (ns) at which it ends.
+        serial: its serial number, which orders pins that end at one time.
         span: the deepest span.
     """
 
@@ -35,7 +35,7 @@ class Pin:
 
 
 class PinnedTree(Protocol):
-    """The part of a span tree that pins use."""
+    """The attributes and methods of a `SpanTree` that pins use."""
 
     root: Span
     pool: CountingPool
@@ -49,13 +49,14 @@ class PinnedTree(Protocol):
 
 
 class ClientPins:
-    """The pins of clients in a tree, the one that ends first before the others.
+    """The pins of clients in a tree, in a heap by the time at which they end.
 
     Attributes:
-        held: for each span that they hold, by how many of them it is held.
+        held: the number of pins on each span that has any.
         blocks: blocks in these spans.
-        refused_blocks: blocks for which the share of pins was not enough.
-        yielded: pins that ended early, since a request had no room though no other was open.
+        refused_blocks: blocks that were not pinned, since they exceeded the share of pins.
+        yielded: pins that ended early, for a request that lacked blocks while no other was
+            open.
     """
 
     __slots__ = ("_heap", "_serial", "_tree", "blocks", "held", "refused_blocks", "yielded")
@@ -69,20 +70,20 @@ class ClientPins:
         self.blocks = self.refused_blocks = self.yielded = 0
 
     def __len__(self) -> int:
-        """Return the number of pins: without any, the pins are false."""
+        """Return the number of pins; without any, the object is false."""
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Pin]:
-        """Yield the pins, that which ends first before the others, which have no order."""
+        """Yield the pin that ends first, then the others in no particular order."""
         return iter(self._heap)
 
     @property
     def next_end(self) -> int:
-        """The time (ns) at which the next pin expires. There is one."""
+        """The time (ns) at which the next pin ends. There must be a pin."""
         return self._heap[0].until
 
     def pin(self, seq: Sequence, until: int) -> None:
-        """Pin the path of `seq` until `until` (ns), as far as the share of pins goes.
+        """Pin the path of `seq` until `until` (ns), as far as the share of pins allows.
 
         The span in which the share ends is split. O(its spans).
         """
@@ -115,7 +116,7 @@ class ClientPins:
             heappush(self._heap, Pin(until, self._serial, held[-1]))
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Called when the head of `lower` became `upper`: who held the one holds both."""
+        """Called when the head of `lower` became `upper`, which the same pins hold."""
         if lower in self.held:
             self.held[upper] = self.held[lower]
 
@@ -127,7 +128,8 @@ class ClientPins:
     def make_way(self, blocks: int, now: int) -> bool:
         """Remove pins, in order of expiry, until `blocks` blocks are free or evictable.
 
-        Returns False, and ends none, if all of them are not enough. O(pinned spans).
+        Returns False, and removes none, if the blocks would be too few even without pins.
+        O(pinned spans).
         """
         tree = self._tree
         alone = sum(span.blocks for span, pins in self.held.items() if pins == span.ref_count)

@@ -18,10 +18,12 @@ MOST_BLOCKS = 2**31 - 1
 class CountingPool:
     """Counts free blocks, for runs that do not need block ids.
 
-    Decides nothing differently from `BlockPool`: no policy sees an id. All methods O(1).
+    A cache makes the same decisions with it as with a `BlockPool`, since no policy sees an
+    id. All methods are O(1).
 
     Attributes:
-        blocks, free_blocks: blocks in all, and those that are free.
+        blocks: number of blocks.
+        free_blocks: number of free blocks.
     """
 
     __slots__ = ("blocks", "free_blocks")
@@ -47,7 +49,7 @@ class CountingPool:
         return None
 
     def free(self, ids: Ids | None, count: int) -> None:
-        """Free `count` blocks; `ids` are theirs, None in a pool that counts."""
+        """Free `count` blocks; `ids` are their ids, or None in a pool that only counts."""
         del ids
         self.free_blocks += count
 
@@ -63,8 +65,8 @@ class BlockPool(CountingPool):
     other owner.
 
     Attributes:
-        high_water: how many ids have ever been used: those below it.
-        owners: by id, how many owners a block has beyond the first.
+        high_water: the lowest id that has never been used.
+        owners: by id, the number of owners of a block beyond the first; 0 is left out.
     """
 
     __slots__ = ("_freed", "high_water", "owners")

@@ -16,9 +16,9 @@ class PrefixMatch(NamedTuple):
 
     Attributes:
         span: the deepest span that matches, at least in part.
-        blocks: how many blocks match.
-        unpinned_blocks: those of them that no sequence pins, which can be evicted as yet.
-        expired: the span that would match next, had it not expired; None if there is none.
+        blocks: number of blocks that match.
+        unpinned_blocks: number of these that no sequence pins, so that they can be evicted.
+        expired: the expired span that would match next; None if there is none.
     """
 
     span: Span
@@ -30,10 +30,10 @@ class PrefixMatch(NamedTuple):
 class PrefixIndex(Plugin):
     """Finds the cached spans that a prompt begins with.
 
-    The spans themselves, with their pins, splits and evictions, are kept by the `SpanTree`
-    of the cache, the same for every index: an index only answers `match`. It can walk the
-    tree, by `span.children`, or keep a table of its own, by `insert`, `split` and `remove`.
-    These three do nothing here; what is not overridden is never called, so it costs nothing.
+    The `SpanTree` of the cache keeps the spans, with their pins, splits and evictions: an index
+    only implements `match`. It can walk the tree by `span.children`, or keep a table of its
+    own by `insert`, `split` and `remove`. These three do nothing here; a method that is not
+    overridden is never called, so it costs nothing.
 
     The key of block j of a span or prompt is `keys[j // ratio]`, with `ratio` blocks a key
     (`span.geometry.ratio`). Keys are chained: equal keys mean equal blocks and equal
@@ -42,11 +42,11 @@ class PrefixIndex(Plugin):
     One instance serves one cache. A method that raises ends the use of the cache.
 
     Attributes:
-        shares: False if nothing is ever stored, so that there is nothing to find.
-        evicts_leaves: whether a victim leaves whole, even where a part of it would do; what
-            nobody needs of it is free afterwards. May be an option.
-        block_spans: whether every span is one block, as where an engine keeps its cache block
-            by block. May be an option.
+        shares: whether blocks are stored and shared at all.
+        evicts_leaves: whether a victim is evicted whole, even if fewer of its blocks would be
+            enough; the others become free. May be an option.
+        block_spans: whether every span is one block, as in engines that cache block by block.
+            May be an option.
     """
 
     kind: ClassVar[str] = "prefix"
@@ -64,7 +64,7 @@ class PrefixIndex(Plugin):
         is the span of the last block that matches, and the position after that block; it is
         `after` and `after.end` if there is none. Pins and expiry do not matter here.
 
-        Pure: nothing changes.
+        Changes nothing.
         """
 
     def insert(self, span: Span, first: int) -> None:

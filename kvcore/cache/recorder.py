@@ -7,21 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from kvcore.cache.pool import Ids
+from kvcore.cache.sequence import Sequence
 from kvcore.request import Key, Request
 
 Id: TypeAlias = int | str
 
 
 class Recorder(ABC):
-    """Writes down decisions: `kvcore.Trace` to a file, your own class wherever you like.
+    """Records decisions: `kvcore.Trace` in a file, a class of your own anywhere else.
 
-    Each method makes one line, a dict with the fields of `kvcore.trace.events`, and hands it
-    to `write`. Times (`now`) are ns. A call costs as much as making the dict and one call
-    of `write`: no field is tested here, the reader does that.
+    Each method but `admission` makes one line, a dict with the fields of
+    `kvcore.trace.events`, and passes it to `write`. Times (`now`) are ns. A call costs as
+    much as making the dict and one call of `write`: the reader checks the fields.
 
     Attributes:
-        write: called with every line but the header. `n` is 0, to be set by what numbers
-            the lines; `runs` is an array of block ids, or None where the pool only counts.
+        write: called with every line except the header. Its `n` is 0, and is set where lines
+            are numbered; `runs` is an array of block ids, or None if the pool only counts.
     """
 
     write: Callable[[dict[str, Any]], None]
@@ -36,7 +37,7 @@ class Recorder(ABC):
         blocks: int,
         plugins: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Store what the cache is made of. Called once, by the cache."""
+        """Store the settings of the cache. Called once, by the cache."""
 
     @abstractmethod
     def request(self, request: Request, now: int) -> None:
@@ -45,6 +46,37 @@ class Recorder(ABC):
     @abstractmethod
     def describe(self, **header: Any) -> None:
         """Add to the header. Called by a run before its first line."""
+
+    def admission(
+        self,
+        now: int,
+        seq: Sequence,
+        prompt_blocks: int,
+        limit: int,
+        *,
+        expired: bool,
+        again: bool,
+    ) -> None:
+        """Write HIT, MISS and ALLOC of the sequence `seq`, as far as each applies.
+
+        At most `limit` of the `prompt_blocks` blocks of its prompt could hit. `expired`: the
+        block after the hit is in a span that has expired.
+        """
+        request, hit, geometry = seq.request, seq.hit_blocks, seq.span.geometry
+        if hit:
+            span = seq.span.id
+            self.hit(now, request=request.id, seq=seq.id, blocks=hit, span=span, again=again)
+        if not hit or hit < prompt_blocks:
+            why: Literal["absent", "partial", "expired", "no keys"]
+            if hit < limit:
+                why = "expired" if expired else "absent"
+            elif not seq.keys or limit < (request.prompt_tokens - 1) // geometry.block_size:
+                why = "no keys"
+            else:
+                why = "partial"
+            self.miss(now, request=request.id, seq=seq.id, block=hit, why=why, again=again)
+        if seq.private:
+            self.alloc(now, seq=seq.id, first=hit, runs=seq.private)
 
     def hit(
         self, now: int, *, request: Id, seq: int, blocks: int, span: int, again: bool = False
@@ -158,7 +190,7 @@ class Recorder(ABC):
     ) -> None:
         """Write EVICT of scope `sequence`: `seq` dropped `blocks` blocks from `first` on.
 
-        Those of its own, `runs`, are free now, deepest first.
+        `runs` are the private ones among them, which are free now, deepest first.
         """
         self.write({
             "n": 0, "t": now, "event": "EVICT",
@@ -179,9 +211,10 @@ class Recorder(ABC):
     ) -> None:
         """Write COMPACT: of the `held` tokens of `seq`, `tokens` stay, in private blocks.
 
-        These are its own ones, then `new`; `runs` are the others of its own, which are free
-        now, deepest first. They have room for `ahead` tokens too, which are allocated and not
-        computed. It pins nothing any more. No new block, and 0 tokens, are left out.
+        Its block table is then the first of its private blocks, and the blocks `new` after
+        them; `runs` are its other private blocks, which are free now, deepest first. `ahead`
+        tokens are allocated and not computed. Its shared blocks are unpinned. An empty `new`
+        and an `ahead` of 0 are left out.
         """
         line = {
             "n": 0, "t": now, "event": "COMPACT",
@@ -206,9 +239,9 @@ class Recorder(ABC):
     ) -> None:
         """Write FREE: private blocks `runs` of `seq` are free, deepest first.
 
-        `first` is the first block that a rollback dropped from the table, `forgotten` all
-        that a closing sequence had dropped, as `(first, count)`, and `compacted` the tokens
-        that its compactions had removed; empty, and 0, are left out.
+        `first` is the first block that a rollback removed from the table, `forgotten` the
+        ranges `(first, count)` that a closing sequence had dropped, and `compacted` the tokens
+        that its compactions had removed. Without any they are left out.
         """
         line = {
             "n": 0, "t": now, "event": "FREE", "seq": seq, "runs": runs, "reason": reason,
@@ -245,7 +278,7 @@ class Recorder(ABC):
         how: Literal["pause", "recompute", "swap"],
         requester: Id | None = None,
     ) -> None:
-        """Write PREEMPT: `request` no longer runs, for the sake of `requester` if given."""
+        """Write PREEMPT: `request` no longer runs, to free blocks for `requester` if given."""
         line = {
             "n": 0, "t": now, "event": "PREEMPT", "request": request, "seq": seq, "how": how,
         }  # fmt: skip
@@ -269,8 +302,8 @@ class Recorder(ABC):
     ) -> None:
         """Write RECOVER: blocks of the path of `keys` are in `tier`, left by an earlier run.
 
-        These are `blocks` blocks from position `first` on; those before them are there by an
-        earlier call. In later lines their path is called `request`, as no request is.
+        These are `blocks` blocks from position `first` on; an earlier call recovered the blocks
+        before them. Later lines call their path `request`, a name that no request has.
         """
         self.write({
             "n": 0, "t": now, "event": "RECOVER", "tier": tier, "request": request,
@@ -291,8 +324,8 @@ class Recorder(ABC):
     ) -> None:
         """Write OFFLOAD: blocks of the prompt of `request` are written into `tier`.
 
-        They can be used from `done` (ns) on. `source` is the tier that they come from, None
-        the pool, which is left out. `parked` are those of a preempted sequence.
+        They can be used from `done` (ns) on. `source` is the tier that they come from; None
+        stands for the pool, and is left out. `parked`: they belong to a preempted sequence.
         """
         line = {
             "n": 0, "t": now, "event": "OFFLOAD",
@@ -307,7 +340,7 @@ class Recorder(ABC):
     def load_start(
         self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int, done: int
     ) -> None:
-        """Write LOAD_START: `seq` waits for blocks from `tier`, which are there at `done`."""
+        """Write LOAD_START: `seq` waits for blocks from `tier`, which arrive at `done` (ns)."""
         self.write({
             "n": 0, "t": now, "event": "LOAD_START", "tier": tier, "request": request,
             "seq": seq, "first": first, "blocks": blocks, "done": done,
@@ -332,7 +365,7 @@ class Recorder(ABC):
         })  # fmt: skip
 
     def keys(self, now: int, *, request: Id, keys: Iterable[Key]) -> None:
-        """Write KEYS: the keys of generated blocks, which follow those `request` has."""
+        """Write KEYS: keys of generated blocks, which continue the keys of `request`."""
         self.write({"n": 0, "t": now, "event": "KEYS", "request": request, "keys": keys})
 
     def finish(
@@ -346,7 +379,7 @@ class Recorder(ABC):
     ) -> None:
         """Write FINISH: `request` has all of its `output` tokens.
 
-        `output_keys` are those that only the run could tell; empty is left out.
+        `output_keys` are the keys of its output that no earlier line has; left out if empty.
         """
         line = {
             "n": 0, "t": now, "event": "FINISH",

@@ -1,4 +1,4 @@
-"""How long blocks rest before they are used again, or evicted, and which come back soon."""
+"""Statistics of a cache: hits, ages of blocks at hits and evictions, blocks stored again."""
 
 from __future__ import annotations
 
@@ -17,50 +17,49 @@ from kvcore.request import Key
 from kvcore.units import NS_PER_S
 
 EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
-"""Blocks `[start, end)` of the path with these keys, and blocks evicted up to then."""
-
+"""(start, end, keys, evicted): the blocks `[start, end)` of the path with these keys, and the
+number of blocks evicted up to then."""
 
 Entry: TypeAlias = tuple[int, Keys[Key], int, int, int]
-"""(evictions, keys, first, end, ratio): after so many evictions the blocks `[first, end)` of
-the path with these keys were stored. Each key stands for `ratio` blocks."""
-
+"""(evictions, keys, first, end, ratio): the blocks `[first, end)` of the path with these keys
+were stored, after this number of evictions. Each key stands for `ratio` blocks."""
 
 Exit: TypeAlias = tuple[Keys[Key], int, int, int, int, int, int]
 """(keys, first, end, ratio, idle, lifetime, hits): the blocks `[first, end)` of that path left.
-Last come the ns since their last access, those since they were stored (-1 where blocks left
-one by one), and their hits."""
+`idle` and `lifetime` are the ns since their last access and since they were stored (-1 where
+blocks left one by one), and `hits` the number of their hits."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Refaults:
     """Counts blocks that are stored again after at most `window` others were evicted.
 
-    What was evicted is remembered as runs, by the key in which they begin, their keys by
-    reference; of pieces that begin in one key, as one run, which left with the last of them.
-    Evicting costs O(1), storing O(runs that come back). Memory is that of the runs evicted in
-    two windows.
+    Evicted runs are indexed by their first key, and refer to their keys. Adjacent pieces that
+    begin in the same key are merged into one run, evicted with the last of them. Evicting costs
+    O(1), storing O(runs stored again). Memory is that of the runs evicted in two windows.
 
     Attributes:
-        blocks: how many were stored again.
+        blocks: number of blocks stored again.
 
-    Source: the refault distance of Linux (mm/workingset.c, Weiner, 2014), which counts what
-    was evicted between the eviction of a page and its return: a cache larger by that much
+    Source: the refault distance of Linux (mm/workingset.c, Weiner, 2014), the number of pages
+    evicted between the eviction of a page and its return: a cache larger by that many pages
     would have kept it.
     """
 
     __slots__ = ("_clock", "_old", "_turn", "_window", "_young", "blocks")
 
     def __init__(self, window: int) -> None:
-        """Remember nothing yet."""
+        """Start without evicted runs."""
         self.blocks = self._clock = 0
         self._window = window
-        # What left in this window of evictions, and in the one before: no more is needed.
+        # Runs evicted in this window of evictions, and in the previous one; older ones are not
+        # needed.
         self._young: dict[Key, EvictedRun] = {}
         self._old: dict[Key, EvictedRun] = {}
         self._turn = window
 
     def record(self, stored: Iterable[Entry], gone: Keys[Exit]) -> None:
-        """Record what was stored and what was evicted, each in order."""
+        """Record stored and evicted blocks, each in order."""
         done = 0
         for evictions, keys, first, end, ratio in stored:
             if done < evictions:
@@ -74,7 +73,7 @@ class Refaults:
         path: Keys[Key] | None = None
         start = upto = of = 0
         for keys, first, end, ratio, _, _, _ in gone:
-            # The end of a path often leaves block by block: of one key, as one piece.
+            # The end of a path often leaves block by block: blocks of one key are one piece.
             if end == start and keys is path and first // ratio == start // ratio:
                 start = first
                 continue
@@ -94,7 +93,7 @@ class Refaults:
 
     def _stored(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
         """Record that the blocks `[start, end)` of the path with `keys` are stored."""
-        # What had left of a path begins where the rest of it is cached, one run after another.
+        # The evicted runs of a path begin where its cached part ends, one after another.
         oldest = self._clock - self._window
         while start < end:
             run = self._taken(keys[start // ratio])
@@ -124,65 +123,60 @@ class Refaults:
 
 
 BlockStats: TypeAlias = tuple[int, int, int]
-"""Of blocks that leave: ns since the last access, ns since they were stored, hits."""
-
+"""(idle, lifetime, hits) of blocks that leave, as in `Exit`."""
 
 TIER = "gpu"
-"""The tier whose blocks a pool holds: the only one there is."""
-
+"""The name of the pool as a tier, in JSON and metrics."""
 
 SERIES = (1, 2, 5)
-
 
 AGES = [digit * 10**zeros for zeros in range(6, 14) for digit in SERIES]
 """Bounds of the buckets of times in JSON and metrics: 1 ms to 50,000 s, in nanoseconds."""
 
+COUNTS = [0, *(digit * 10**zeros for zeros in range(3) for digit in SERIES), 1000]
+"""Bounds of the buckets of numbers of hits in JSON and metrics."""
 
 BATCH = 4096
-"""How many events are noted before they are counted together."""
-
-
-COUNTS = [0, *(digit * 10**zeros for zeros in range(3) for digit in SERIES), 1000]
-"""Likewise of numbers of hits."""
+"""Events that are stored before they are counted together."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Residency:
-    """Statistics of one tier: how long blocks rest until they are hit or evicted.
+    """Statistics of one tier: how long blocks stay until they are hit or evicted.
 
-    `KVCache.record_residency` makes one and records in it from then on; without it nothing
-    is paid. Times are nanoseconds, and the age of a block is that of its span: the time since
-    this was stored (its first blocks, if it grew) or last hit by another request.
+    `KVCache.record_residency` makes one and records in it from then on; a cache without one
+    pays nothing. Times are nanoseconds, and the age of a block is that of its span: the time
+    since the span was stored (its first blocks, if it grew) or last hit by another request.
 
-    An event is only noted, at O(spans it is about), and counted with some thousand others;
-    `settle` counts what is left. Memory is bounded: the histograms, and the keys, by
-    reference, of as many evicted blocks as the pool has.
+    An event is stored, at O(spans that it concerns), and counted with some thousand others;
+    `settle` counts the stored events. Memory is bounded: the histograms, and references to the
+    keys of as many evicted blocks as the pool has.
 
     Args:
-        blocks: of the pool; as many evicted blocks are remembered.
-        tier: what to call it.
+        blocks: blocks of the pool, and the number of evicted blocks that are kept.
+        tier: name of the tier.
 
     Attributes:
         age_at_hit: time since the last access before a hit by another request.
-        age_at_eviction: of what was evicted, how long it had been idle: likewise.
-        lifetime: of what was evicted, the time since it was stored.
-        hits_at_eviction: of what was evicted, how many other requests had hit it.
+        age_at_eviction: time since the last access of a block when it was evicted.
+        lifetime: time since a block was stored when it was evicted.
+        hits_at_eviction: number of requests that had hit a block when it was evicted.
         stored_blocks: blocks that entered the tier.
-        refaults: those of them that had been evicted for room, with no more than a pool
-            of others after them.
+        refaults: counts those of them that had been evicted by reason `capacity`, at most as
+            many evictions earlier as the pool has blocks.
         evicted_blocks: blocks that left, by reason: `capacity` or `expired`.
     """
 
     def __init__(self, blocks: int, tier: str = TIER) -> None:
-        """Start empty."""
+        """Create empty statistics."""
         self.blocks, self.tier = blocks, tier
         self.age_at_hit, self.age_at_eviction = Histogram(), Histogram()
         self.lifetime, self.hits_at_eviction = Histogram(), Histogram()
         self.stored_blocks = 0
         self.evicted_blocks = {"capacity": 0, "expired": 0}
         self.refaults = Refaults(blocks)
-        # Noted and not yet counted: (age, blocks) of hits; what was stored, what left for
-        # room, and what expired.
+        # Events that are not counted yet: (age, blocks) of hits, stored blocks, victims, and
+        # expired blocks.
         self._ages: list[tuple[int, int]] = []
         self._stored: list[Entry] = []
         self._gone: list[Exit] = []
@@ -199,7 +193,7 @@ class Residency:
 
     def on_store(self, span: Span, blocks: int) -> None:
         """Called when the last `blocks` blocks of `span` have been stored."""
-        # As `record_store` does.
+        # `record_store`, inlined.
         stored, end = self._stored, span.end
         stored.append((len(self._gone), span.path_keys, end - blocks, end, span.geometry.ratio))
         if len(stored) > BATCH:
@@ -207,7 +201,7 @@ class Residency:
 
     def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to be evicted."""
-        # As `record_evict` does.
+        # `record_evict`, inlined.
         notes = self._gone if reason == "capacity" else self._expired
         end = span.end
         notes.append(
@@ -220,7 +214,7 @@ class Residency:
             self.settle()
 
     def on_evict_by_block(self, span: Span, times: Keys[int]) -> None:
-        """Called when as many of the last blocks of `span` are evicted, one at each time."""
+        """Called when the last blocks of `span` are evicted, one at each of `times` (ns)."""
         end, accessed, created = span.end, span.last_access, span.created
         self._gone.append(
             (span.path_keys, end - len(times), end, span.geometry.ratio, -1, -1, span.hit_count)
@@ -235,7 +229,7 @@ class Residency:
         self._ages.append((age, blocks))
 
     def record_store(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
-        """Record that the blocks `[first, end)` of a path were stored; a key has `ratio`."""
+        """Record that the blocks `[first, end)` of a path were stored, `ratio` a key."""
         self._stored.append((len(self._gone), keys, first, end, ratio))
         if len(self._stored) > BATCH:
             self.settle()
@@ -243,14 +237,14 @@ class Residency:
     def record_evict(
         self, keys: Keys[Key], first: int, end: int, ratio: int, stats: BlockStats, reason: str
     ) -> None:
-        """Record that the blocks `[first, end)` of a path are evicted, and how they rested."""
+        """Record that the blocks `[first, end)` of a path are evicted, with their `stats`."""
         notes = self._gone if reason == "capacity" else self._expired
         notes.append((keys, first, end, ratio, *stats))
         if len(notes) > BATCH:
             self.settle()
 
     def settle(self) -> None:
-        """Count what has been noted. What returns a number does this first."""
+        """Count the stored events. Methods that return numbers call it first."""
         ages, expired = self._ages, self._expired
         stored, gone = self._stored, self._gone
         self._ages, self._expired, self._stored, self._gone = [], [], [], []
@@ -262,14 +256,14 @@ class Residency:
         self.refaults.record(stored, gone)
 
     def _count(self, reason: str, gone: list[Exit]) -> None:
-        """Count blocks that left, by how they had rested."""
+        """Count blocks that left, with their ages and hits."""
         if not gone:
             return
         _, first, end, _, idle, lifetime, hits = zip(*gone, strict=True)
         blocks = tuple(map(sub, end, first))
         self.evicted_blocks[reason] += sum(blocks)
         self.hits_at_eviction.extend(hits, blocks)
-        if -1 in idle:  # their times are counted
+        if -1 in idle:  # `on_evict_by_block` has counted the times of these
             rest = [each for each in zip(idle, lifetime, blocks, strict=True) if each[0] >= 0]
             if not rest:
                 return
@@ -279,36 +273,37 @@ class Residency:
 
     @property
     def restored_blocks(self) -> int:
-        """Blocks stored again that had been evicted for room within a pool of evictions."""
+        """Blocks stored again after at most as many evictions as the pool has blocks."""
         self.settle()
         return self.refaults.blocks
 
     @property
     def never_hit_blocks(self) -> int:
-        """Blocks that no other request had hit when they left."""
+        """Blocks that no other request had hit before they left."""
         self.settle()
         return self.hits_at_eviction.at_most([0])[0]
 
     @property
     def thrashing(self) -> bool:
-        """Whether the cache thrashes: it keeps bringing back blocks that it has just evicted.
+        """Whether the cache thrashes: it stores blocks again that it has just evicted.
 
-        All of these hold, in blocks:
+        It does if all of these hold, in blocks:
 
-        * a whole pool has been evicted for room, so that there is something to judge by;
-        * of what was evicted, more than half had never been hit;
-        * some came back within a pool of evictions (`restored_blocks`), and no fewer than
-          were hit.
+        * at least a whole pool has been evicted as victims;
+        * more than half of the evicted blocks had never been hit;
+        * some blocks were stored again within a pool of evictions (`restored_blocks`), and no
+          fewer than were hit.
 
-        The last says that of what was wanted twice at a distance that a pool of twice the
-        size holds, at least half was gone: that pool would hit about twice as much. What is
-        read once and never again evicts a lot, and comes back never: it is no thrashing.
+        By the last condition at least half of the blocks that were needed again, at a distance
+        that a pool of twice the size holds, had been evicted: such a pool would hit about twice
+        as much. Blocks that are read only once are evicted and never stored again, so they are
+        no thrashing.
 
-        Source: thrashing is Denning's ("Thrashing: its causes and prevention", 1968). The
-        distance is the refault distance of Linux (mm/workingset.c, Weiner, 2014): pages
-        evicted between a page's own eviction and its return, compared with the memory there
-        is; as in the ghost lists of ARC (Megiddo and Modha, 2003), as many are remembered as
-        there are. The thresholds are kvcore's.
+        Source: Denning, "Thrashing: its causes and prevention", 1968. The distance is the
+        refault distance of Linux (mm/workingset.c, Weiner, 2014): the pages evicted between
+        the eviction of a page and its return, compared with the size of memory. As in the
+        ghost lists of ARC (Megiddo and Modha, 2003), as many evicted blocks are kept as the
+        pool has. The thresholds are those of kvcore.
         """
         self.settle()
         gone = sum(self.evicted_blocks.values())
@@ -319,7 +314,7 @@ class Residency:
         )
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Return what JSON says of it; None if nothing was hit, and nothing left."""
+        """Return the JSON object of the statistics; None without hits and evictions."""
         self.settle()
         if not (self.age_at_hit.weight or self.lifetime.weight):
             return None
@@ -336,26 +331,27 @@ class Residency:
         }
 
     def by_tier(self) -> dict[str, Any] | None:
-        """Return that under the name of the tier, or None."""
+        """Return `as_dict()` under the name of the tier, or None."""
         rested = self.as_dict()
         return None if rested is None else {self.tier: rested}
 
 
 @attrs.define
 class CacheStats:
-    """Counts of first admissions; a preempted request's own blocks are counted apart.
+    """Counts of first admissions; hits of resumed requests are counted separately.
 
     Attributes:
         requests: first admissions.
-        lookup_blocks, hit_blocks: blocks looked up, and hit from the first on.
+        lookup_blocks, hit_blocks: blocks looked up, and those that hit.
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
-        self_hit_blocks: blocks that preempted requests found of their own.
+        self_hit_blocks: blocks that resumed requests hit.
         dropped_blocks: blocks that open sequences have dropped.
-        compactions: how often a sequence was compacted.
-        compacted_tokens, compacted_blocks: tokens and blocks that this took from its table.
-        deferred_compactions: how often a compaction did not find the blocks it needed.
-        lost_tokens: tokens that whole blocks kept from hitting, at most: what is left of a
-            prompt, but for its last token, after every full block of it has hit.
+        compactions: number of compactions of sequences.
+        compacted_tokens, compacted_blocks: tokens and blocks that they removed from tables.
+        deferred_compactions: compactions that were put off, since blocks were missing.
+        lost_tokens: upper bound of the tokens that could not hit because blocks hit as a
+            whole: the tokens of a prompt after its last full block, without its last token,
+            for prompts of which all full blocks have hit.
         looked_up: requests with at least one lookup block.
         ratio_sum: the sum of their hit ratios.
     """
@@ -410,7 +406,7 @@ class CacheStats:
     def ratios(self) -> dict[str, float | None]:
         """Return the hit ratio weighted by block, by token and by request.
 
-        Without a single lookup block there is none: all are None.
+        All three are None without a lookup block.
         """
         if not self.looked_up:
             return dict.fromkeys(("block", "token", "request"))

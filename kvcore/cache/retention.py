@@ -1,4 +1,4 @@
-"""Retention: the contract of what an open sequence may drop, and the dropping of it."""
+"""The retention contract, and the operations that drop blocks of open sequences."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from kvcore.plugins.base import Plugin
 class RetentionPolicy(Plugin):
     """Decides which tokens of an open sequence need no K/V any longer.
 
-    The cache asks whenever a sequence has computed something: after each chunk of its
-    prefill, and while it generates, whenever it has filled a block. What a sequence drops
-    leaves its block table for good: private blocks are free at once; shared blocks are
-    hidden from it and stay cached and pinned. From then on it publishes nothing, since what
-    it computes without those tokens is not the K/V that its keys stand for.
+    The cache calls the policy after each chunk of a prefill, and, while the sequence
+    generates, after each full block. Dropped blocks leave the block table for good: private
+    blocks are freed at once; shared blocks are hidden from the sequence and stay cached and
+    pinned. From then on no more blocks of the sequence are shared, since the K/V that it
+    computes without those tokens is not the one that its keys stand for.
 
-    A policy that forgets by position says which ranges may go (`droppable`): whole blocks go,
-    at once. One that picks single tokens says how many stay (`keeps`), and the sequence is
-    compacted: it goes on in private blocks with that many tokens, of which each layer and K/V
-    head has its own choice. That choice needs tensors: see `kvcore.engine.ScoreRetention`. How
-    many stay, and when, depends on lengths alone, so that a simulation decides as a run on
-    tensors does. Override one method or the other.
+    A policy by position returns the ranges to drop (`droppable`), of which whole blocks are
+    dropped at once. A policy that picks single tokens returns how many to keep (`keeps`); the
+    sequence is compacted to that many tokens in private blocks, with a choice of tokens for
+    each layer and K/V head. The choice needs tensors: see `kvcore.engine.ScoreRetention`. The
+    number and the moment depend on lengths alone, so a simulation decides as a run on tensors
+    does. Override one of the two methods.
 
-    A sequence drops nothing while it shares private blocks with a fork, though it may be
-    compacted then, into blocks of its own; neither happens before it has computed what a fork
-    has published.
+    A sequence that shares private blocks with a fork drops no blocks, but it may be compacted,
+    into blocks of its own. Neither happens before it has computed all blocks that it shares.
 
     A method that raises ends the use of the cache.
     """
@@ -42,28 +41,27 @@ class RetentionPolicy(Plugin):
         """Return ranges `(start, end)` of token positions that `seq` may drop.
 
         Positions count from 0; `seq.computed` tokens are computed, and no range may reach
-        beyond. Ranges may name again what is dropped already. Whole blocks inside a range
-        go. Pure: an equal sequence gets an equal answer. Nothing unless overridden.
+        beyond. Ranges may contain blocks that are dropped already. Whole blocks inside a
+        range are dropped. Pure: an equal sequence gets an equal answer. The default is none.
         """
         del seq
         return ()
 
     def keeps(self, seq: Sequence) -> int | None:
-        """Return how many of the `seq.held` tokens of `seq` it goes on with; None: all.
+        """Return how many of the `seq.held` tokens of `seq` to keep; None: all, the default.
 
         Pure, and a function of lengths alone: `held`, `position`, `target`, `compacted`.
-        What it says of a sequence whose prompt is partly computed (`position < target`)
-        holds for the chunks that follow too. Where there is no room for the blocks of a
-        compaction, the cache asks again when more is computed. It does not ask when prompt and
-        output are computed, but for the last token: nothing attends to them any more. None
-        unless overridden.
+        The answer for a sequence whose prompt is partly computed (`position < target`) holds
+        for the chunks that follow too. If the blocks for a compaction are missing, the cache
+        calls the method again after the next commit. It does not call it once the text is
+        computed up to its last token: no later token attends to it.
         """
         del seq
         return None
 
 
 def may_drop(pool: CountingPool, seq: Sequence) -> bool:
-    """Return True if `seq` is alone with its private blocks, and past all that is shared.
+    """Return True if `seq` may drop blocks: it has computed its shared ones and owns the rest.
 
     O(private blocks) in C.
     """
@@ -77,8 +75,8 @@ def may_drop(pool: CountingPool, seq: Sequence) -> bool:
 def is_past_shared(seq: Sequence) -> bool:
     """Return True if `seq` has computed all blocks that it shares.
 
-    Otherwise a fork has published them before: `seq` is about to write there, for all who
-    find those blocks.
+    It has not if a fork shared them earlier: then `seq` will write the K/V that other
+    sequences find there.
     """
     return seq.computed >= seq.span.end * seq.span.geometry.block_size
 
@@ -94,10 +92,10 @@ def own_blocks(pool: CountingPool, seq: Sequence) -> int:
 def compact_blocks(
     pool: CountingPool, seq: Sequence, blocks: int, new: Ids | None
 ) -> Ids | None:
-    """Make `blocks` private blocks the table of `seq`: its own first ones, then `new`.
+    """Reduce the private blocks of `seq` to its first ones, then `new`: `blocks` in all.
 
-    Frees its other own ones, deepest first, and returns their ids; None where the pool
-    counts. Those that a fork owns too are left to that. O(private blocks).
+    Frees its other private blocks, deepest first, and returns their ids, or None in a pool
+    that only counts. Blocks that a fork owns too stay with the fork. O(private blocks).
     """
     if seq.private is None:
         pool.free(None, max(0, seq.private_blocks - blocks))
@@ -114,16 +112,16 @@ def compact_blocks(
 
 
 def new_holes(seq: Sequence, ranges: Iterable[tuple[int, int]]) -> list[Hole]:
-    """Return the blocks that lie whole in `ranges` of tokens and are not dropped yet.
+    """Return the ranges of blocks that lie whole in `ranges` of tokens and are not dropped yet.
 
-    Disjoint, in order. O(ranges log ranges + holes).
+    They are disjoint and in order. O(ranges log ranges + holes).
 
     Raises:
         ValueError: a range reaches beyond the computed tokens.
     """
     size, wanted = seq.span.geometry.block_size, []
     for given in ranges:
-        # Whole numbers of any kind, such as those of arrays.
+        # `index` accepts whole numbers of any kind, such as those of arrays.
         start, end = map(index, given)
         if not 0 <= start <= end <= seq.computed:
             msg = f"tokens {start} to {end} of {seq.computed} computed ones"
@@ -143,9 +141,9 @@ def drop_blocks(
 ) -> int:
     """Remove the blocks in `holes` from the block table of `seq`; return their number.
 
-    Private ones become free, deepest first, as at `close`. O(holes), ids by slices.
+    Private ones are freed, deepest first, as at `close`. O(holes), ids by slices.
     """
-    # Deepest first: what is still to go keeps its place.
+    # Deepest first, so that the indices of the others stay right.
     holes = [*reversed(holes)]
     freed = [_drop(pool, seq, first, end) for first, end in holes]
     seq.holes = merge_holes([*seq.holes, *holes])
@@ -176,7 +174,7 @@ def _without(holes: tuple[Hole, ...], wanted: Iterable[Hole]) -> Iterator[Hole]:
 def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None:
     """Remove the blocks `[first, end)` from the table of `seq`; return the freed ids.
 
-    Shared blocks among them are only hidden. None where the pool counts.
+    Shared blocks among them are only hidden. Returns None in a pool that only counts.
     """
     private_from = max(first, seq.span.end)
     count = max(end - private_from, 0)

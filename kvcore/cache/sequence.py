@@ -30,68 +30,49 @@ class Sequence:
                                    span.end            blocks
 
     Shared blocks are those of `span` and of all spans above it, which this sequence pins.
-    Private blocks are its own, or its forks' too. A hole is what its retention policy let
-    it drop: private blocks in it are free again, shared ones are hidden, and stay pinned.
+    Private blocks belong to this sequence, and perhaps to its forks. A hole is a range that its
+    retention policy dropped: private blocks in it are free again, shared ones are hidden from
+    the sequence, and stay pinned.
 
-    A compaction leaves a sequence with private blocks alone. From then on a place in its table
-    is no position in its text: all lengths are without the `compacted` tokens, which lie in no
-    block. Each layer and K/V head has its own choice of the tokens that are left.
+    A compaction leaves a sequence with private blocks alone. From then on a position in its
+    table is no position in its text: all lengths exclude the `compacted` tokens, which lie in
+    no block. Each layer and K/V head has its own choice of the tokens that are left.
 
-    Read it freely; only the cache writes, except `data`. Lengths are tokens unless they say
-    blocks.
+    Only the cache writes to it, except for `data`. Lengths are in tokens unless the name has
+    `blocks`.
 
     Attributes:
-        id: serial of the sequence in this cache; forks have one of their own.
-        admission: serial of the admission; a fork is of the admission of its parent.
-        request: what it serves.
+        id: serial number of the sequence in this cache; a fork has another one.
+        admission: serial number of the admission; a fork has that of its parent.
+        request: the request that it serves.
         keys: its chain of block keys, `ratio` blocks each.
         cacheable: blocks that may be shared once computed.
         lookup_blocks, hit_blocks: blocks looked up and hit when it was opened.
-        tokens: allocated, the hit included.
-        computed: committed so far, the hit included.
+        tokens: tokens for which blocks are allocated, the hit included.
+        computed: tokens committed so far, the hit included.
         blocks: blocks in its table, holes included.
         target: tokens of its text to be computed before the next one is generated: the
             prompt, and after a preemption the output so far too.
         span: its deepest shared span; blocks before `span.end` are shared.
         private: ids of the blocks from `span.end` on, without holes; None in a pool that
             only counts.
-        priorities: retention hints as (end block, priority, duration ns), by position.
-        family: it and the open sequences it shares private blocks with, after a fork.
-        holes: the blocks it has dropped, as ranges of positions, in order.
-        dropped, freed: how many those are, and how many of them were private, and are free
-            again; the others stay cached.
-        compacted: tokens that compactions have removed; `kept`, those that the last one left.
-        dropped_tokens: computed tokens whose K/V it attends to no longer: dropped, or
-            compacted.
-        is_open: False once closed.
-        data: belongs to who computes its K/V; a fork begins without.
+        priorities: its retention hints by block, or None.
+        family: after a fork, the open sequences that share its private blocks, and itself.
+        holes: the ranges of block positions that it has dropped, in order.
+        dropped: number of blocks in holes.
+        freed: number of these that were private, and are free again; the others stay cached.
+        compacted: tokens that compactions have removed.
+        kept: tokens that the last compaction left.
+        dropped_tokens: computed tokens whose K/V is dropped or removed by compactions.
+        is_open: whether it is open.
+        data: data of the executor that computes its K/V; None in a new fork.
     """
 
     __slots__ = (
-        "admission",
-        "blocks",
-        "cacheable",
-        "compacted",
-        "computed",
-        "data",
-        "dropped",
-        "dropped_tokens",
-        "family",
-        "freed",
-        "hit_blocks",
-        "holes",
-        "id",
-        "is_open",
-        "kept",
-        "keys",
-        "lookup_blocks",
-        "priorities",
-        "private",
-        "request",
-        "span",
-        "target",
-        "tokens",
-    )
+        "admission", "blocks", "cacheable", "compacted", "computed", "data", "dropped",
+        "dropped_tokens", "family", "freed", "hit_blocks", "holes", "id", "is_open", "kept",
+        "keys", "lookup_blocks", "priorities", "private", "request", "span", "target", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -107,16 +88,6 @@ class Sequence:
         blocks: int,
         target: int,
         span: Span,
-        private: array[int] | None = None,
-        priorities: list[PriorityStep] | None = None,
-        family: list[Sequence] | None = None,
-        holes: tuple[Hole, ...] = (),
-        dropped: int = 0,
-        freed: int = 0,
-        compacted: int = 0,
-        kept: int = 0,
-        dropped_tokens: int = 0,
-        is_open: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
         self.id = id
         self.admission = admission
@@ -130,31 +101,28 @@ class Sequence:
         self.blocks = blocks
         self.target = target
         self.span = span
-        self.private = private
-        self.priorities = priorities
-        self.family = family
-        self.holes = holes
-        self.dropped = dropped
-        self.freed = freed
-        self.compacted = compacted
-        self.kept = kept
-        self.dropped_tokens = dropped_tokens
-        self.is_open = is_open
+        self.private: Ids | None = None
+        self.priorities: list[PriorityStep] | None = None
+        self.family: list[Sequence] | None = None
+        self.holes: tuple[Hole, ...] = ()
+        self.dropped = self.freed = 0
+        self.compacted = self.kept = self.dropped_tokens = 0
+        self.is_open = True
         self.data: Any = None
 
     @property
     def private_blocks(self) -> int:
-        """Blocks of its own: partial tail, unkeyed, or not committed yet."""
+        """Number of private blocks: the partial tail, blocks without a key or not committed."""
         return self.blocks - self.span.end - self.freed
 
     @property
     def held(self) -> int:
-        """The computed tokens with K/V in its table: the next token attends to these."""
+        """Number of computed tokens with K/V in its table, to which the next token attends."""
         return self.computed + self.compacted - self.dropped_tokens
 
     @property
     def position(self) -> int:
-        """Tokens of its text that are computed, whether their K/V is still held or not."""
+        """Number of computed tokens of its text, with or without K/V in its table."""
         return self.computed + self.compacted
 
     @property
@@ -165,7 +133,7 @@ class Sequence:
         return request.output_tokens > 0 and self.position >= last
 
     def dropped_between(self, first: int, end: int) -> int:
-        """Count the blocks from position `first` up to `end` that it has dropped."""
+        """Return the number of dropped blocks in `[first, end)`."""
         return sum(max(min(end, high) - max(first, low), 0) for low, high in self.holes)
 
     def table(self) -> Ids:
@@ -185,9 +153,10 @@ class Sequence:
         return ids
 
     def go_private(self, root: Span, tokens: int, blocks: int) -> None:
-        """Store that it shares nothing from now on, and has `tokens` tokens in `blocks` blocks.
+        """Record a compaction to `tokens` computed tokens.
 
-        Tokens that are allocated and not computed come on top of these.
+        The table is `blocks` private blocks then, for these tokens and for those that are
+        allocated and not computed.
         """
         ahead = self.tokens - self.computed
         self.compacted += self.computed - tokens
@@ -198,10 +167,10 @@ class Sequence:
         self.holes, self.dropped, self.freed = (), 0, 0
 
     def check_fork(self) -> None:
-        """Refuse a fork of tokens beyond the prompt that are not computed.
+        """Check that each allocated token is computed, or known since it has a key.
 
         Raises:
-            InputError: the two would compute different tokens in the same place.
+            InputError: one is neither, so a fork would write another token in its place.
         """
         known = max(self.request.prompt_tokens, self.cacheable * self.span.geometry.block_size)
         if self.computed < self.tokens and known < self.tokens + self.compacted:
@@ -212,10 +181,10 @@ class Sequence:
             raise InputError(msg)
 
     def check_rollback(self, tokens: int) -> None:
-        """Refuse to roll back shared tokens, or into what a hole or a compaction has left.
+        """Check that the last `tokens` tokens are in private blocks behind all holes.
 
         Raises:
-            InputError: says how many tokens stay.
+            InputError: they are not, or a compaction kept some; says how many tokens stay.
         """
         left = self.tokens - tokens
         fixed = max(self.span.end, self.holes[-1][1] if self.holes else 0)
@@ -228,7 +197,7 @@ class Sequence:
             raise InputError(msg)
 
     def refuse_commit(self, tokens: int) -> NoReturn:
-        """Refuse a commit of more tokens than are allocated, or of fewer than none."""
+        """Raise the InputError of a commit of more tokens than are allocated, or below 0."""
         msg = (
             f"commit of {tokens} tokens to sequence {self.id}: {self.computed} of its "
             f"{self.tokens} allocated tokens are committed; give 0 to "

@@ -13,28 +13,31 @@ from kvcore.request import DEFAULT_PRIORITY, Key
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Span:
-    """A node of the prefix tree: the unit an eviction policy decides about.
+    """A node of the prefix tree: the unit that an eviction policy orders.
 
-    Policies read; only the cache writes (except `data`, which is the policy's, and
-    `expires`, which a TTL policy sets). Positions count blocks from the prompt's start.
+    Only the cache writes to it, except that the policy writes `data`, and a TTL policy
+    `expires`. Positions count blocks from the start of the prompt.
 
     Attributes:
-        id: serial of the span, never reused.
+        id: serial number of the span, never reused.
         start, end: block positions `[start, end)` in every prompt that contains it.
         parent: the span before it; None once it has left the cache.
         children: the spans that continue it, by their first key; None or empty for a leaf.
-        ref_count: how many open sequences hold it. Pinned spans are never evicted.
-        created, last_access: nanoseconds. They tie; orders use the serials below.
-        created_order: serial of its creation.
-        last_hit_order: serial of the last `open` that used it (or of its creator's).
-        last_request: id of the request that did so.
-        released_order: serial of the release that last brought its pins to 0. A path counts up
-            from leaf to root, so a parent is always more recent than its children.
-        hit_count: how many opens by *other* requests found it.
-        priority, priority_until: retention priority, and when it ends (ns; None: never).
-        expires: from this time (ns) on it no longer matches; None: never.
+        ref_count: number of pins, of open sequences and clients. A pinned span is never
+            evicted.
+        created, last_access: times in ns. Several spans may have the same; the serial numbers
+            below order them.
+        created_order: serial number of its creation.
+        last_hit_order: serial number of the last admission that hit it, or that stored it.
+        last_request: id of the request of that admission.
+        released_order: serial number of the release that last made `ref_count` 0. A path is
+            numbered from leaf to root, so a parent has a higher number than its children.
+        hit_count: number of first admissions of other requests that hit it.
+        priority, priority_until: retention priority, and the time (ns) at which it ends; None:
+            never.
+        expires: the time (ns) from which on it no longer matches; None: never.
         tenant: tenant of the request that stored it.
-        data: the eviction policy's own; not copied on a split.
+        data: data of the eviction policy; not copied on a split.
         geometry: the layout of blocks and keys, the same for all spans of a cache.
         path_keys: the keys of a prompt that contains it; block j has
             `path_keys[j // geometry.ratio]`.
@@ -44,29 +47,11 @@ class Span:
     """
 
     __slots__ = (
-        "children",
-        "created",
-        "created_order",
-        "creator",
-        "data",
-        "end",
-        "expires",
-        "geometry",
-        "hit_count",
-        "id",
-        "ids",
-        "last_access",
-        "last_hit_order",
-        "last_request",
-        "parent",
-        "path_keys",
-        "priority",
-        "priority_until",
-        "ref_count",
-        "released_order",
-        "start",
+        "children", "created", "created_order", "creator", "data", "end", "expires", "geometry",
+        "hit_count", "id", "ids", "last_access", "last_hit_order", "last_request", "parent",
+        "path_keys", "priority", "priority_until", "ref_count", "released_order", "start",
         "tenant",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -116,6 +101,14 @@ class Span:
         self.ids = ids
         self.creator = creator
 
+    @classmethod
+    def root(cls, geometry: BlockLayout) -> Span:
+        """Return the empty span at which every path begins. It is pinned once, for good."""
+        return cls(
+            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
+            None, geometry, (), None, None,
+        )  # fmt: skip
+
     @property
     def blocks(self) -> int:
         """Number of blocks in it."""
@@ -138,19 +131,19 @@ class Span:
 
     @property
     def is_generated(self) -> bool:
-        """Whether its blocks are output without keys, which no other request can hit."""
+        """Whether its blocks are output without keys, which one request alone can hit."""
         key = self.path_keys[self.start // self.geometry.ratio]
         return type(key) is tuple and key[0] == GENERATED
 
     @property
     def recompute_seconds(self) -> float:
-        """Seconds to compute its tail block again, all before it being cached."""
+        """Seconds to compute its last block again while all blocks before it are cached."""
         size = self.geometry.block_size
         return self.geometry.recompute_seconds((self.end - 1) * size, size)
 
     @property
     def loss_seconds(self) -> float:
-        """Seconds to have its tail block again: to compute it, or to load it from a tier."""
+        """The lower of `recompute_seconds` and the seconds to load a block from a tier."""
         return min(self.recompute_seconds, self.geometry.reload_seconds)
 
     def priority_at(self, now: int) -> int:
@@ -165,7 +158,7 @@ class Span:
         return list(self.path_keys[self.start // ratio : (self.end - 1) // ratio + 1])
 
     def __copy__(self) -> Span:
-        """Raise TypeError: the tree knows no second span in the same place."""
+        """Raise TypeError: a tree has one span at each position of a path."""
         msg = f"{self!r} cannot be copied: keep the span itself, or what is read from it"
         raise TypeError(msg)
 

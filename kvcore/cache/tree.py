@@ -1,7 +1,7 @@
-"""The tree of cached spans: what is shared, who pins it, and what leaves it.
+"""The tree of cached spans: their pins, commits, splits and evictions.
 
-A span is a run of cached blocks, and its children continue it. What is looked up where is
-the matter of a `PrefixIndex`; all that changes spans is here, and the same for every index.
+A span is a run of cached blocks, and its children continue it. A `PrefixIndex` looks up the
+spans of a prompt; all changes of spans are made here, in the same way for every index.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
 class Watcher(Protocol):
-    """Receives what a tree stores and loses between two changes: tiers below it, or a router.
+    """Receives the changes of a tree: implemented by the tiers below it, and by routers.
 
-    It does not hear of generated blocks without keys (`Span.is_generated`), which nobody else
-    can use.
+    Generated blocks without keys (`Span.is_generated`) are left out, since only one request
+    can hit them.
     """
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
@@ -55,71 +55,38 @@ class Watcher(Protocol):
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 
-    `KVCache` is pool and sequences around it: it tests that there is room before it calls
-    `open` or `evict`, so these need not. All positions and sizes are in blocks, times in
-    nanoseconds. Keys are chained: a span matches iff its last key does. A child is found by
-    the key at the position where its parent ends, since a span may end inside a key.
+    `KVCache` adds the pool and the sequences. It checks that enough blocks are free or
+    evictable before it calls `open` or `evict`, which do not check it. All positions and
+    sizes are in blocks, times in nanoseconds. Keys are chained: a span matches iff its last
+    key does. A child is found by the key at the position where its parent ends, since a span
+    may end inside a key.
 
-    A plugin that raises, or answers what it must not, ends the use of the cache: `failure`
-    is set, and nothing is taken back.
+    A plugin that raises, or returns a value outside its contract, ends the use of the cache:
+    `failure` is set, and no change is undone.
 
     Attributes:
         root: the empty span at which every prompt begins. It is pinned, and never evicted.
         cached_blocks, unpinned_blocks: blocks in spans, and those that no sequence pins.
-        evicted_blocks, expired_blocks: blocks evicted for room, and dropped as expired.
-        pins: what clients have pinned; None: nothing yet.
-        failure: the first error of a plugin; None as long as there was none.
-        fixed_order: whether the policy says so of its own class.
-        residency: statistics of hits and evictions; None: they are not kept.
-        watcher: the tiers below; None: there are none.
-        upper: the tree of the cache below which this one is a tier; None: it is in none.
-        pool, index, eviction, geometry, trace: what it works with.
+        evicted_blocks, expired_blocks: blocks evicted as victims, and dropped as expired.
+        pins: the pins of clients; None before the first one.
+        failure: the first error of a plugin; None if there was none.
+        fixed_order: whether the class of the policy itself sets `fixed_order`.
+        residency: statistics of hits and evictions; None if they are not kept.
+        watcher: receives changes; None if there is none.
+        upper: for a tree of a tier, the tree of its cache; None for that of a cache.
+        pool, index, eviction, geometry, trace: the arguments.
     """
 
     # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
-        "_announces",
-        "_block_spans",
-        "_created",
-        "_demoted",
-        "_evictable_blocks",
-        "_evicts_leaves",
-        "_expires",
-        "_index_insert",
-        "_index_remove",
-        "_index_split",
-        "_last_id",
-        "_match",
-        "_now",
-        "_on_access",
-        "_on_end",
-        "_on_extend",
-        "_on_insert",
-        "_on_leaf",
-        "_on_miss",
-        "_on_pin",
-        "_on_release",
-        "_on_remove",
-        "_on_split",
-        "_on_trim",
-        "_released",
-        "cached_blocks",
-        "evicted_blocks",
-        "eviction",
-        "expired_blocks",
-        "failure",
-        "fixed_order",
-        "geometry",
-        "index",
-        "pins",
-        "pool",
-        "residency",
-        "root",
-        "trace",
-        "unpinned_blocks",
-        "upper",
-        "watcher",
-    )
+        "_announces", "_block_spans", "_created", "_demoted", "_evictable_blocks",
+        "_evicts_leaves", "_expires", "_index_insert", "_index_remove", "_index_split",
+        "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
+        "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
+        "_released", "cached_blocks", "evicted_blocks", "eviction", "expired_blocks", "failure",
+        "fixed_order", "geometry", "index", "pins", "pool", "residency", "root", "trace",
+        "unpinned_blocks", "upper", "watcher",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -142,12 +109,9 @@ class SpanTree:
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
         self.pins: ClientPins | None = None
-        # By the release since which it is not used, for a span that is used is demoted no more.
+        # Each with its `released_order` at that time: a later use ends the demotion.
         self._demoted: dict[Span, int] = {}
-        self.root = Span(
-            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-            None, geometry, (), None, None,
-        )  # fmt: skip
+        self.root = Span.root(geometry)
         self._last_id = self._created = self._released = self._now = 0
         self._match = index.match
         self._index_insert = find_override(index, "insert")
@@ -172,14 +136,14 @@ class SpanTree:
         listeners = (self._index_insert, self._on_insert, self._on_extend)
         self._announces = self._expires or any(listeners)
 
-    # Looking up.
+    # Lookup.
 
     def match(
         self, keys: Keys[Key], limit: int, now: int, after: Span | None = None
     ) -> PrefixMatch:
-        """Find the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing.
+        """Return the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing.
 
-        What is known to match ends with the span `after`; None: nothing is known.
+        The search starts below the span `after`, which is known to match; None: at the root.
         """
         return PrefixMatch(*self.find(keys, limit, now, after))
 
@@ -226,9 +190,9 @@ class SpanTree:
     ) -> None:
         """Admit `seq`: pin the spans it hits, and allocate `need` private blocks. O(its spans).
 
-        What has expired is dropped, and the span in which the hit ends is split. `missed`:
-        not all that could hit did. A `resumed` request finds its own blocks, which neither
-        misses nor reuses.
+        The expired span of `match` is dropped, and the span in which the hit ends is split.
+        `missed`: the hit is shorter than it could be. The admission of a `resumed` request
+        counts neither as a hit nor as a miss.
         """
         self._now = now
         span, hit, _, expired = match
@@ -262,19 +226,19 @@ class SpanTree:
             self._record_hit(seq, now, resumed)
 
     def missed(self, request: Request, hit: int, now: int) -> None:
-        """Call the policy's `on_miss`: `request` has hit `hit` blocks, fewer than it could."""
+        """Call `on_miss` of the policy: `request` hit `hit` blocks, fewer than it could."""
         if self._on_miss is not None:
             self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
 
-    def _record_hit(  # noqa: C901 - one access, told from top to bottom
+    def _record_hit(  # noqa: C901 - one access, from top to bottom
         self,
         seq: Sequence,
         now: int,
         resumed: bool,  # noqa: FBT001
     ) -> None:
-        """Count the access of every span that `seq` hit. O(their number).
+        """Record the access of every span that `seq` hit. O(spans).
 
-        For a `resumed` request the spans were used, but not reused.
+        That of a `resumed` request updates the times of the spans alone.
         """
         span = seq.span
         root = self.root
@@ -296,7 +260,7 @@ class SpanTree:
             span.last_request = request_id
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
-        # The policy hears of an access when the statistics of the whole path are right.
+        # Callbacks see the new statistics of the whole path.
         if self._on_access is not None:
             policy, span = self.eviction, seq.span
             below: int | None = 0
@@ -312,9 +276,10 @@ class SpanTree:
             self.watcher.hit(seq.span, now)
 
     def close(self, span: Span, now: int, ended: Request | None = None) -> None:
-        """Unpin the path down to `span`, leaf to root, that of the request that has `ended`.
+        """Unpin the path down to `span`, leaf to root. O(its spans).
 
-        None: it has not, or the path is a client's pin. O(its spans).
+        `ended` is the request of the path if it has ended; None if it was preempted, or if the
+        path is that of a client's pin.
         """
         self._now = now
         if ended is not None and self._on_end is not None:
@@ -341,7 +306,7 @@ class SpanTree:
             raise self.fail(self.eviction, "on_release", error) from error
 
     def fork(self, seq: Sequence) -> None:
-        """Pin the path of `seq` once more: no access, no hit. O(its spans)."""
+        """Pin the path of `seq` once more, without an access or a hit. O(its spans)."""
         span = seq.span
         while span is not self.root:
             span.creator = None
@@ -368,8 +333,8 @@ class SpanTree:
     def commit(self, seq: Sequence, upto: int, now: int) -> None:
         """Share the blocks of `seq` before position `upto`.
 
-        What another sequence has committed meanwhile is used in place of the own blocks,
-        which are freed; the rest is stored.
+        Blocks whose keys another sequence has committed meanwhile are freed, and the cached
+        blocks take their place; the others are stored.
         """
         if not self.index.shares:
             return
@@ -404,7 +369,7 @@ class SpanTree:
             self._switch(seq, child, min(child.end, end), now)
 
     def _switch(self, seq: Sequence, child: Span, stop: int, now: int) -> None:
-        """Make `seq` use `child` up to position `stop`, and free its own blocks there."""
+        """Pin `child` up to position `stop` for `seq`, and free its private blocks there."""
         first = seq.span.end
         if stop < child.end:
             child = self.split(child, stop)
@@ -425,7 +390,7 @@ class SpanTree:
     def _free_duplicates(
         self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int
     ) -> None:
-        """Free the blocks `own`, now that `seq` uses `span` from position `first` on."""
+        """Free the private blocks `own` of `seq`, which `span` replaces from `first` on."""
         pool = self.pool
         if isinstance(pool, BlockPool) and own is not None:
             own = pool.release(own)
@@ -439,16 +404,16 @@ class SpanTree:
             )  # fmt: skip
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
-    def _store(  # noqa: C901, PLR0912 - one store, told from top to bottom
+    def _store(  # noqa: C901, PLR0912 - one store, from top to bottom
         self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
     ) -> None:
-        """Move private blocks up to `upto` into the tree: into the leaf, or as a child.
+        """Move private blocks up to `upto` into the tree: into a leaf, or as a child.
 
-        Only the sequence that made a leaf appends to it, and only while its own is the one
-        pin the leaf ever had (`creator`). So all blocks of a span have one access history.
-        Where every span is one block, each is a child of the one before.
-        Where leaves leave whole, what each step computes of a prompt is a leaf of its own, and
-        so is all that is generated.
+        Only the sequence that created a leaf appends to it, and only while no other sequence
+        has pinned the leaf (`creator`): all blocks of a span have one access history. With
+        `block_spans` every block becomes a child of the block before it. With
+        `evicts_leaves` the blocks of each step of a prompt become a leaf of their own, and
+        all generated blocks become another.
         """
         span = seq.span
         first = span.end
@@ -505,7 +470,7 @@ class SpanTree:
         ids: Ids | None,
         now: int,
     ) -> Span:
-        """Insert a new span below the deepest span of `seq`, and make it the deepest."""
+        """Return a new span, inserted as the deepest one of `seq`."""
         parent, request = seq.span, seq.request
         self._last_id += 1
         self._created += 1
@@ -542,11 +507,11 @@ class SpanTree:
     # Forks: sequences that hold the same private blocks when one of them commits these.
 
     def _share_with_forks(self, seq: Sequence, first: int, ids: Ids, now: int) -> None:
-        """Pin what `seq` has just committed for the sequences that hold it since a fork.
+        """Pin the blocks that `seq` has just committed for its forks which own them too.
 
-        `ids` are the committed blocks, from position `first` on. For another sequence of
-        the family, ownership of these blocks becomes a pin of their span; blocks before
-        `first` that `seq` had exchanged for cached ones are exchanged in its table too.
+        `ids` are the committed blocks, from position `first` on. In another sequence of
+        the family a pin of their span replaces the ownership of these blocks. Blocks before
+        `first` that `seq` had exchanged for cached ones are exchanged there too.
         O(sequences · blocks).
         """
         for other in seq.family or ():
@@ -567,9 +532,9 @@ class SpanTree:
                 self._pin_for_fork(other, span, first, now)
 
     def _pin_for_fork(self, seq: Sequence, deepest: Span, first: int, now: int) -> None:
-        """Replace private blocks of `seq` by the spans down to `deepest`, and pin these.
+        """Replace private blocks of `seq` by the spans down to `deepest`, and pin the spans.
 
-        From position `first` on these are the same blocks; before it, duplicates.
+        From position `first` on the spans have the same blocks; before it, equal ones.
         """
         path = []
         span = deepest
@@ -606,8 +571,8 @@ class SpanTree:
             parent              parent
               |                   |
               |  start            |  start
-            +-----+             +-----+  upper: a new span with a copy of the statistics,
-            |     |             |     |         and the pins of `lower`, plus one
+            +-----+             +-----+  upper: a new span with a copy of the statistics
+            |     |             |     |         and the pins of `lower`, and one more pin
             |     |             +-----+
             |     | lower          |  at
             |     |             +-----+  lower: the same object: its id, its `data`, its
@@ -615,7 +580,7 @@ class SpanTree:
             +-----+             +-----+         and the sequences that end in it
                    end                 end
 
-        The one more pin is the caller's.
+        The additional pin belongs to the caller.
         """
         geometry = self.geometry
         parent: Span = lower.parent  # type: ignore[assignment]
@@ -652,7 +617,7 @@ class SpanTree:
         """Split `span` and those above it where retention hints begin and end."""
         borders = hint_borders(steps)
         while span is not self.root:
-            # The upper halves come next, as parents.
+            # The upper half is the parent, and is split next.
             inside = [border for border in borders if span.start < border < span.end]
             if inside:
                 self.split(span, inside[-1]).ref_count -= 1
@@ -661,11 +626,11 @@ class SpanTree:
     # Eviction and expiry.
 
     def allocate(self, need: int, seq: Sequence, now: int) -> Ids | None:
-        """Return `need` blocks: free ones, then those of victims. The caller tested room."""
+        """Return `need` blocks: free ones, then those of victims. As many must be available."""
         pool = self.pool
         missing = need - pool.free_blocks
         if missing <= 0:
-            if type(pool) is CountingPool:  # where a call would cost more than what it does
+            if type(pool) is CountingPool:  # inlined: the call would cost more than its work
                 pool.free_blocks -= need
                 return None
             return pool.allocate(need)
@@ -673,7 +638,7 @@ class SpanTree:
         victims = self.evict(missing, seq.request.id, now)
         surplus += self.evicted_blocks
         if missing == need and victims is None and not surplus:
-            return None  # as often as not, where blocks are taken one by one
+            return None  # the usual case where blocks are allocated one by one
         ids = pool.allocate(pool.free_blocks)
         if ids is not None and victims is not None:
             ids.extend(victims)
@@ -686,19 +651,19 @@ class SpanTree:
     def evict(
         self, blocks: int, requester: int | str, now: int, times: Keys[int] | None = None
     ) -> Ids | None:
-        """Evict exactly `blocks` blocks, victim by victim, each from its tail.
+        """Evict `blocks` blocks, victim by victim, each from its tail.
 
-        Where leaves leave whole (`PrefixIndex.evicts_leaves`), more may leave than that. The
-        blocks are the caller's: they do not become free. O(victims), ids by slices.
+        With `PrefixIndex.evicts_leaves` the last victim leaves whole, so more blocks may be
+        evicted. They belong to the caller, and do not become free. O(victims), ids by slices.
 
-        With `times`, one of the blocks is evicted at each of them, which the order of victims
-        does not depend on (`fixed_order`): only `residency` is told.
+        `times` has a time (ns) for each of the blocks, for the statistics of residency; the
+        order of victims must not depend on the time then (`fixed_order`).
 
         Returns:
-            Their ids in the order in which they leave; None where the pool counts.
+            The ids of the blocks in the order of eviction; None in a pool that only counts.
 
         Raises:
-            PolicyError: the policy raised, or its answer was no unpinned leaf.
+            PolicyError: the policy raised, or returned no unpinned leaf.
         """
         self._now = now
         self.eviction.requester = requester
@@ -733,13 +698,13 @@ class SpanTree:
         return evicted
 
     def _victim(self, missing: int, now: int) -> tuple[Span, int]:
-        """Return a demoted leaf, or the policy's victim, and how many blocks of it leave."""
+        """Return a demoted leaf or the victim of the policy, and how many blocks to evict."""
         while self._demoted:
             span, released = next(iter(self._demoted.items()))
             if not span.ref_count and not span.children and span.released_order == released:
                 return span, span.blocks if self._evicts_leaves else min(span.blocks, missing)
             del self._demoted[span]
-        # To the compiler a victim is anything, until it is known to be a span.
+        # `Any`, so that compiled code does not check the type before this method does.
         policy: Any = self.eviction
         try:
             answer = policy.victim(now)
@@ -769,7 +734,7 @@ class SpanTree:
         return span, count if count < missing else missing
 
     def _why_not(self, answer: object) -> str:
-        """Return why `span` is no victim."""
+        """Return the reason why the answer of a policy cannot be a victim."""
         if not isinstance(answer, Span):
             why = f"{answer!r}, which is no span"
         elif answer.geometry is not self.geometry:
@@ -822,12 +787,12 @@ class SpanTree:
             self._call(self.eviction, "on_trim", self._on_trim, span, blocks)
 
     def drop_expired(self, top: Span, requester: int | str, now: int) -> None:
-        """Free `top`, which has expired, and all below it, leaves first."""
+        """Free the expired span `top` and all spans below it, leaves first."""
         self.eviction.requester = requester
         self.discard(top, now, "expired")
 
     def discard(self, top: Span, now: int, reason: str) -> None:
-        """Free `top` and all below it, leaves first, except pinned spans. O(those spans)."""
+        """Free `top` and all spans below it, leaves first, except pinned ones. O(spans)."""
         order = [top]
         for span in order:
             order.extend((span.children or {}).values())
@@ -836,7 +801,7 @@ class SpanTree:
                 self._leave(span, now, reason)
 
     def vacate(self, span: Span, now: int) -> None:
-        """Free `span` and those above it, as far as they are unpinned leaves."""
+        """Free `span` and the spans above it, up to one that is pinned or has children."""
         while span.parent is not None and not (span.ref_count or span.children):
             parent = span.parent
             self._leave(span, now, "moved")
@@ -856,13 +821,13 @@ class SpanTree:
         self.pool.free(ids, span.blocks)
         self._remove(span, reason)
 
-    # Plugins that fail, and the trace.
+    # Failures of plugins, and the trace.
 
     def fail(self, plugin: Plugin, method: str, error: BaseException) -> PolicyError:
-        """Return the error of a `plugin` that raised, which ends the use of the cache.
+        """Return a PolicyError for the `error` of a plugin; it ends the use of the cache.
 
         Raises:
-            KeyboardInterrupt: that is `error`. It ends the use of the cache as well.
+            KeyboardInterrupt: `error` is one. It ends the use of the cache, too.
         """
         failure = self._failed(policy_error(plugin, method, error))
         if isinstance(error, KeyboardInterrupt):
@@ -870,18 +835,18 @@ class SpanTree:
         return failure
 
     def _refuse(self, plugin: Plugin, question: str, why: str) -> PolicyError:
-        """Return the error of a `plugin` that gave a wrong answer, which does so too."""
+        """Return a PolicyError for a wrong answer; it ends the use of the cache."""
         return self._failed(wrong_answer(plugin, question, why))
 
     def _failed(self, failure: PolicyError) -> PolicyError:
-        """Keep `failure`, which ends the use of this tree and of the cache above it."""
+        """Store `failure` in this tree and in that of the cache above it, and return it."""
         self.failure = failure
         if self.upper is not None:
             self.upper.failure = failure
         return failure
 
     def _call(self, plugin: Plugin, method: str, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call a `hook` of `plugin`; its exception becomes a PolicyError that names it."""
+        """Return the result of `hook`; its exception becomes a PolicyError of `plugin`."""
         try:
             return hook(*args)
         except BaseException as error:
@@ -890,7 +855,7 @@ class SpanTree:
     def _trace_eviction(
         self, span: Span, ids: Ids | None, now: int, reason: Literal["capacity", "expired"]
     ) -> None:
-        """Write that the blocks `ids` of `span` leave."""
+        """Write EVICT: the blocks `ids` of `span` leave."""
         assert self.trace is not None
         assert self.eviction.requester is not None
         self.trace.evict(

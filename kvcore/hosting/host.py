@@ -443,10 +443,7 @@ class PolicyHost:
 
     def _begin(self, policy: EvictionPolicy) -> None:
         """Reset to an empty cache with `policy`, which is new."""
-        self._root = Span(
-            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-            None, self._geometry, (), None, None,
-        )  # fmt: skip
+        self._root = Span.root(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
         # Cached below what was lost: their keys, and how often they are pinned.
         self._orphans: dict[Block, tuple[Key, int]] = {}

@@ -1,4 +1,4 @@
-"""Explanations of entry points that are missing or out of date, for when a look-up failed."""
+"""Error texts for entry points that are missing or out of date, after a lookup failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcore.hookspecs import PROJECT
 
 
 def missing() -> str:
-    """Return why kvcore's own entry points cannot be found, and what to run."""
+    """Return the reason why kvcore's own entry points are missing, and the command to run."""
     try:
         dist = metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:
@@ -33,10 +33,10 @@ def missing() -> str:
 
 
 def outdated(points: Iterable[EntryPoint | Point] | None) -> str | None:
-    """Return which editable install is older than its checkout's pyproject.toml, or None.
+    """Return an error text if an editable install is older than its pyproject.toml, or None.
 
     Entry points are copied when a checkout is installed; editing pyproject.toml does not
-    change the copy. Examines the distributions of `points`, or all that are installed.
+    change the copy. Reads the distributions of `points`; None: all installed ones.
     """
     if points is None:
         return _outdated(metadata.distributions())
@@ -61,7 +61,7 @@ def _outdated(distributions: Iterable[Distribution | Installed]) -> str | None:
 
 
 def _checkout(dist: Distribution | Installed) -> Path | None:
-    """Return the directory that `dist` is an editable install of."""
+    """Return the checkout of an editable install, or None."""
     try:
         origin = json.loads(dist.read_text("direct_url.json") or "{}")
         editable = origin.get("dir_info", {}).get("editable", False)
@@ -71,7 +71,7 @@ def _checkout(dist: Distribution | Installed) -> Path | None:
 
 
 def _declared(pyproject: Path) -> dict[str, str] | None:
-    """Return the plugin entry points in a pyproject.toml; None if it does not decide them."""
+    """Return the plugin entry points in a pyproject.toml; None if it does not list them."""
     try:
         project: dict[str, Any] = tomllib.loads(pyproject.read_text("utf-8"))["project"]
     except (OSError, ValueError, KeyError):

@@ -29,10 +29,10 @@ class Plugin(ABC):
     Attributes:
         kind: what the plugin decides, such as `eviction`; set by the kind's base class.
         name: the name of the plugin in text; unique within its kind.
-        renamed_options: what options of an earlier release are called now; text with the
-            old name works, with a FutureWarning.
-        later_options: options of a later release than the plugin, which traces and reports
-            show only where they are not the default.
+        renamed_options: new names of options by their names in an earlier release; text with
+            an old name works, with a FutureWarning.
+        later_options: options that were added in a later release than the plugin; traces and
+            reports show them only if they differ from the default.
     """
 
     kind: ClassVar[str]
@@ -43,7 +43,7 @@ class Plugin(ABC):
     _bound = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Create an instance, unless annotated attributes of `cls` would be no options.
+        """Create an instance, unless `cls` annotates attributes that do not become options.
 
         Raises:
             PluginError: `cls` annotates an attribute and lacks the decorator that makes it
@@ -67,7 +67,7 @@ class Plugin(ABC):
     def bind(self) -> None:
         """Mark this instance as in use: it serves one cache or run.
 
-        Warns of a method that seems to be misspelled (`uncalled`).
+        Warns of a method whose name seems to be misspelled (`uncalled`).
 
         Raises:
             InputError: it is in use already.
@@ -83,14 +83,14 @@ class Plugin(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Return why this plugin cannot work here (no GPU, a missing extra), or None."""
+        """Return the reason why the plugin cannot work here (no GPU, no extra), or None."""
         return None
 
     def options(self) -> dict[str, Any]:
         """Return the options this instance was built with, by name.
 
         Raises:
-            PluginError: the constructor has not stored an option under its name.
+            PluginError: the constructor has not stored an option in the attribute of its name.
         """
         cls = type(self)
         try:
@@ -115,9 +115,9 @@ class Option:
 
     Attributes:
         name: name of the option, and of the attribute that keeps its value.
-        parameter: name of the constructor's parameter, where attrs gives it another one.
-        annotation: type of the parameter, perhaps still as text.
-        default: value without the option; `REQUIRED` or `COMPUTED` if there is none to show.
+        parameter: name of the constructor's parameter, which attrs may choose differently.
+        annotation: type of the parameter, perhaps as text.
+        default: value without the option; `REQUIRED` or `COMPUTED` if it has no fixed one.
     """
 
     name: str
@@ -130,7 +130,7 @@ REQUIRED: Any = inspect.Parameter.empty
 """The default of an option that has none."""
 
 COMPUTED: Any = attrs.NOTHING
-"""The default of an option that is made anew for each instance."""
+"""The default of an option that a factory makes for each instance."""
 
 
 def options_of(cls: type[Plugin]) -> list[Option]:
@@ -161,10 +161,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def undecorated(cls: type[Plugin]) -> str | None:
-    """Return what is wrong with `cls` if it annotates attributes that are no options.
+    """Return an error text if `cls` annotates attributes that are no options, or None.
 
-    `width: int = 4` in a class without a decorator is a class attribute to Python, and an
-    option only to its author.
+    `width: int = 4` in a class without a decorator is a class attribute, though its author
+    may mean an option.
     """
     *classes, contract = contract_and_above(cls)
     for each in classes:
@@ -198,9 +198,10 @@ def contract_and_above(cls: type[Plugin]) -> list[type]:
 
 
 def uncalled(cls: type[Plugin]) -> str | None:
-    """Return what may be wrong with a public method that only `cls` knows, or None.
+    """Return an error text if a public method of `cls` seems to be misspelled, or None.
 
-    It is named almost like one that is called, and that `cls` does not define: `relased`.
+    Its name is similar to that of a method of the contract that `cls` does not define, such
+    as `relased`.
     """
     from difflib import get_close_matches  # noqa: PLC0415 - for plugins of others alone
 
@@ -216,13 +217,13 @@ def uncalled(cls: type[Plugin]) -> str | None:
 
 
 _CLOSE = 0.75
-"""How much alike names are that may be meant for one another, from 0 to 1."""
+"""The similarity, from 0 to 1, above which a name counts as a misspelled one."""
 
 
 def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
-    """Return the bound `method` of `plugin`, or None if it is the kind's own empty one.
+    """Return the bound `method` of `plugin`, or None if its class does not override it.
 
-    Callers choose once, so a method that no plugin overrides costs nothing.
+    Callers look it up once, so a method that is not overridden costs nothing.
     """
     contract = contract_and_above(type(plugin))[-1]
     if getattr(type(plugin), method) is getattr(contract, method):
@@ -232,14 +233,14 @@ def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
 
 
 FAILURES = (Exception, SystemExit)
-"""What counts as a plugin's failure when its code raises it: `sys.exit()` too."""
+"""Exceptions that count as failures of a plugin that raises them; `sys.exit()` is one."""
 
 
 def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyError:
-    """Return the error which reports that `plugin` raised `error` in `method`.
+    """Return a PolicyError which reports that `plugin` raised `error` in `method`.
 
-    The line that is named is the innermost one of the file that defines the plugin's class,
-    if the error passed through it.
+    It names the innermost line of the traceback in the file that defines the plugin's class,
+    or else the innermost line of all.
     """
     frames = extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
@@ -254,14 +255,14 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
 
 
 def raise_policy_error(plugin: Plugin, method: str, error: BaseException) -> NoReturn:
-    """Raise the error of `policy_error`; an `error` that is a PolicyError as it is."""
+    """Raise the error of `policy_error`, or `error` itself if it is a PolicyError."""
     if isinstance(error, PolicyError):
         raise error
     raise policy_error(plugin, method, error) from error
 
 
 def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
-    """Return the error which reports that `plugin` answered `question` with `why`."""
+    """Return a PolicyError which reports that `plugin` answered `question` with `why`."""
     return PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) answered "
         f"{question} with {why}"
@@ -269,7 +270,7 @@ def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
-    """Return the name and the options of `plugin`, as trace headers and reports have them."""
+    """Return the name and the options of `plugin`, in the form of trace headers and reports."""
     return {"name": plugin.name, "options": plugin.options()}
 
 

@@ -40,17 +40,13 @@ KINDS = {
     "router": "kvcore_routers",
     "drafter": "kvcore_drafters",
 }
-"""The kinds of plugins, and the hook that returns the classes of each. The entry points of
-kvcore itself are called as the kind whose hook they have."""
+"""The kinds of plugins, and the hook that returns the classes of each kind."""
 
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
 
-NO_PLUGINS = {
-    ("eviction", "belady"): "it is no policy but a bound, and comparisons alone know it",
-    ("eviction", "optimum"): "it is no policy but a bound, and comparisons alone know it",
-}
-"""Names that are not to be found here, by kind and name, and why."""
+BOUNDS = ("belady", "optimum")
+"""Names beside those of eviction policies in comparisons, which are not plugins."""
 
 DISABLE = "KVCORE_DISABLE_PLUGINS"
 """Environment variable: the entry points to skip, by name, separated by commas."""
@@ -58,7 +54,7 @@ DISABLE = "KVCORE_DISABLE_PLUGINS"
 
 @attrs.frozen
 class Origin:
-    """The place a plugin comes from: an entry point of a distribution, or (None) code."""
+    """The origin of a plugin: an entry point of a distribution, or code (no distribution)."""
 
     name: str
     distribution: str | None = None
@@ -66,29 +62,33 @@ class Origin:
 
     @classmethod
     def of(cls, point: EntryPoint | Point) -> Origin:
-        """Return the origin of what `point` names."""
+        """Return the origin of the plugins of an entry point."""
         if point.dist is None:
             return cls(point.name)
         return cls(point.name, point.dist.name, point.dist.version)
 
     def __str__(self) -> str:
-        """Return the origin as error messages name it."""
+        """Return the origin in the words of error messages."""
         if self.distribution is None:
             return f"{self.name} (registered in code)"
         return f"entry point {self.name!r} of {self.distribution} {self.version}"
 
 
 Found: TypeAlias = tuple[type[Plugin] | str, Origin]
-"""A class, or where it is, as `package.module:Class`; and where it comes from."""
+"""A class, or its place as `package.module:Class`, and its origin."""
 
 
 @attrs.frozen
 class PluginInfo:
-    """A plugin as a listing shows it, without building it.
+    """A plugin in a listing, which does not build it.
 
-    `distribution` and `version` are None for a plugin registered in code; `reason` is why
-    the plugin cannot work here, and None if it can. An entry point that cannot be loaded
-    is listed by its own name; `kind` is None, since nobody knows what it has.
+    Attributes:
+        kind: its kind; None for an entry point that cannot be loaded.
+        name: its name; that of the entry point if this cannot be loaded.
+        distribution, version: its distribution; None for a plugin registered in code.
+        module: the module of its class.
+        usable: whether it can work here.
+        reason: the reason why it cannot; None if it can.
     """
 
     kind: str | None
@@ -101,17 +101,16 @@ class PluginInfo:
 
 
 class Plugins:
-    """The plugins of one program: an object you make, not a global.
+    """The plugins of one program. There is no global instance.
 
-    Making it imports what the entry points of the group `kvcore` name, in order of
-    (distribution, name), and registers `extra` after them: more modules or objects with
-    hooks. The hook of a kind is called at the first look-up of that kind, once. Entry points
-    named in the environment variable KVCORE_DISABLE_PLUGINS, as `name` or
-    `distribution:name`, are skipped.
-    `entry_points` replaces those that are installed.
+    The constructor imports the modules of the entry points in the group `kvcore`, in order of
+    (distribution, name), and then registers `extra`: more modules or objects with hooks. The
+    hook of a kind is called once, at the first lookup of that kind. Entry points named in the
+    environment variable KVCORE_DISABLE_PLUGINS, as `name` or `distribution:name`, are
+    skipped. `entry_points` replaces the installed ones.
 
-    An entry point or plugin that is broken is listed as unusable, and named where a plugin
-    is not found; all others work. What is broken in `extra` is an error at once.
+    A broken entry point or plugin is listed as unusable, and named in the error of a plugin
+    that is not found; all others work. One that is broken in `extra` raises at once.
 
     Raises:
         PluginError: kvcore is not installed, or one of `extra` is broken.
@@ -144,7 +143,7 @@ class Plugins:
             self._register(Origin(f"extra[{number}]"), plugin)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make the copy in another process load what is installed, as this one did."""
+        """Pickle the arguments: a copy in another process loads the plugins again."""
         return type(self), (self._extra, self._points)
 
     def names(self, kind: str) -> list[str]:
@@ -152,7 +151,7 @@ class Plugins:
         return sorted(self._find(kind))
 
     def classes(self, kind: str) -> dict[str, Any]:
-        """Return the classes of `kind` by name, those that cannot be loaded left out."""
+        """Return the classes of `kind` by name, without those that cannot be loaded."""
         found = {name: self._class(kind, name) for name in list(self._find(kind))}
         return {name: cls for name, cls in found.items() if cls is not None}
 
@@ -161,8 +160,8 @@ class Plugins:
 
         Raises:
             InputError: there is no such kind, or no such plugin.
-            PluginError: the plugin is broken, or one that is broken may be what was meant,
-                or an editable install is older than its checkout's entry points.
+            PluginError: the plugin is broken, or it is not found and a broken one may have
+                that name, or an editable install is older than its checkout's entry points.
         """
         found = self._find(kind)
         name = ALIASES.get((kind, name), name)
@@ -173,8 +172,8 @@ class Plugins:
                 raise PluginError(info.reason)
         names = sorted(found)
         msg = f"no {kind} plugin is named {name!r}"
-        if (kind, name) in NO_PLUGINS:
-            msg += f": {NO_PLUGINS[kind, name]}"
+        if kind == "eviction" and name in BOUNDS:
+            msg += ": it is no policy but a bound, and comparisons alone know it"
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
@@ -183,9 +182,9 @@ class Plugins:
         raise self.not_found(kind, msg)
 
     def not_found(self, kind: str, message: str) -> KvcoreError:
-        """Return the error `message` about a plugin of `kind` that is not there.
+        """Return the error `message` about a plugin of `kind` that is not found.
 
-        It adds what may be the cause: plugins that are broken, or an outdated installation.
+        It adds possible causes: broken plugins, or an outdated installation.
         """
         self._find(kind)
         causes = [info.reason for info in self._unusable if info.kind in (None, kind)]
@@ -201,8 +200,8 @@ class Plugins:
     ) -> Any:
         """Build the plugin that a text such as `lfu:half_life=300,unit=s` describes.
 
-        `defaults` are values of options that the text leaves out, used where the plugin
-        has them.
+        `defaults` are values of options that the text leaves out; names that the plugin does
+        not have are ignored.
 
         Raises:
             InputError: not one plugin, or an unknown name, option or value.
@@ -228,7 +227,7 @@ class Plugins:
         return [self.build(kind, spec) for spec in parse(text)]
 
     def listing(self) -> list[PluginInfo]:
-        """Return all plugins by kind and name, those that cannot work here included."""
+        """Return all plugins by kind and name, including those that cannot work here."""
         infos = []
         for kind in KINDS:
             for name, cls in self.classes(kind).items():
@@ -242,7 +241,7 @@ class Plugins:
         )
 
     def _enabled(self) -> Iterator[tuple[Origin, EntryPoint | Point]]:
-        """Yield the entry points that are not skipped, in the order they are loaded in."""
+        """Yield the entry points that are not skipped, in the order of loading."""
         disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
         points = self._points
         if points is None:
@@ -274,7 +273,7 @@ class Plugins:
             raise PluginError(msg)
 
     def _find(self, kind: str) -> dict[str, Found]:
-        """Return the classes of `kind` by name, or where they are, each with its origin."""
+        """Return the classes of `kind` by name, or their places, each with its origin."""
         if kind not in KINDS:
             msg = f"{kind!r} is no kind of plugin{nearest(kind, KINDS)}. The kinds are: "
             raise InputError(msg + ", ".join(KINDS))
@@ -283,7 +282,7 @@ class Plugins:
         return self._classes[kind]
 
     def _claims(self, kind: str) -> dict[str, list[Found]]:
-        """Return what the hook of `kind` returned, by name; what is broken is refused."""
+        """Return the results of the hook of `kind`, by name; broken ones become unusable."""
         hook = KINDS[kind]
         claims: dict[str, list[Found]] = {}
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
@@ -332,7 +331,7 @@ class Plugins:
         return {name: found[0] for name, found in claims.items() if len(found) == 1}
 
     def _class(self, kind: str, name: str) -> type[Plugin] | None:
-        """Return the class of that name, imported if need be; None if it is broken."""
+        """Return the class of that name, importing it first; None if it is broken."""
         known = self._find(kind)
         cls = self._located(kind, name, *known[name])
         if cls is None:
@@ -344,7 +343,7 @@ class Plugins:
     def _located(
         self, kind: str, name: str, place: type[Plugin] | str, origin: Origin
     ) -> type[Plugin] | None:
-        """Return the class at a place, or None if there is none of that name and kind."""
+        """Return the class at a place, or None if it has another name or kind."""
         if isinstance(place, type):
             return place
         module, _, attribute = place.partition(":")
@@ -364,10 +363,10 @@ class Plugins:
     def _refuse(
         self, kind: str | None, name: str, origin: Origin, module: str, reason: str
     ) -> None:
-        """Note that a plugin, or a whole entry point, cannot be used.
+        """List a plugin, or a whole entry point, as unusable.
 
         Raises:
-            PluginError: it was registered in code, by who asks for it.
+            PluginError: it was registered in code, so it is no part of an installation.
         """
         if origin.distribution is None:
             raise PluginError(reason)
@@ -382,10 +381,11 @@ def resolve(
 
     `given` may be an instance, which is returned; a class, which is built without options; a
     text such as `lfu:half_life=300` or a `Spec`, which is looked up in `plugins` (None: in
-    all that are installed); or None: the built-in called `default_name`, or None without one.
+    the installed ones); or None, which stands for the built-in plugin `default_name`, or for
+    None without a default.
 
     Raises:
-        InputError: `given` is none of these, of another kind, or an unknown name or option.
+        InputError: `given` has another type or kind, or an unknown name or option.
         PluginError: the plugin is broken, has no name, or cannot work here.
     """
     if given is None:
@@ -416,7 +416,7 @@ def resolve(
 def default(kind: str, name: str) -> Any:
     """Return the built-in class of `kind` named `name`, through its entry point.
 
-    Looks at kvcore's own entry points alone; remembered, so a later call costs nothing.
+    Reads kvcore's own entry points alone. The result is cached.
 
     Raises:
         InputError, PluginError: as `Plugins.get` does.
@@ -428,7 +428,7 @@ def default(kind: str, name: str) -> Any:
 def base_of(kind: str) -> type[Plugin]:
     """Return the base class of the plugins of `kind`.
 
-    It is looked up late, for messages: the contracts lie in rooms above this one.
+    It is looked up only for messages: the base classes are in packages above this one.
     """
     front = import_module(PROJECT)
     names = (getattr(front, name) for name in front.__all__)
@@ -436,10 +436,10 @@ def base_of(kind: str) -> type[Plugin]:
 
 
 def check_name(cls: type[Plugin]) -> None:
-    """Refuse a plugin class without a name, before a trace or a table has to name it.
+    """Check that a plugin class has a name, which traces and tables need.
 
     Raises:
-        PluginError: names the class.
+        PluginError: it has none.
     """
     name = getattr(cls, "name", None)
     if not isinstance(name, str):
@@ -451,9 +451,9 @@ def check_name(cls: type[Plugin]) -> None:
 
 
 def installed() -> Plugins:
-    """Return the plugins that are installed, loaded once and remembered.
+    """Return the installed plugins. The result is cached.
 
-    They are loaded again where `sys.path` or KVCORE_DISABLE_PLUGINS has changed.
+    They are loaded again after `sys.path` or KVCORE_DISABLE_PLUGINS has changed.
 
     Raises:
         PluginError: kvcore is not installed.
@@ -463,16 +463,16 @@ def installed() -> Plugins:
 
 @lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...], disabled: str | None) -> Plugins:
-    """Return the plugins found on this `sys.path`, but for those disabled."""
+    """Return the plugins on this `sys.path`, without the disabled ones."""
     del path, disabled
     return Plugins()
 
 
 def _with_own(points: list[EntryPoint | Point]) -> list[EntryPoint | Point]:
-    """Return `points`, among which are kvcore's own.
+    """Return `points` after a check that kvcore's own are among them.
 
     Raises:
-        PluginError: they are missing; says what to run.
+        PluginError: they are missing; the message has the command to run.
     """
     if not any(point.dist and point.dist.name == PROJECT for point in points):
         from kvcore.plugins._installation import missing  # noqa: PLC0415
@@ -494,7 +494,7 @@ def _imported(origin: Origin, point: EntryPoint | Point) -> object:
 
 
 def _misfit(plugin: object, error: BaseException) -> str:
-    """Return what is wrong with the hooks of `plugin`, which pluggy refused with `error`."""
+    """Return an error text for the hooks of `plugin`, which pluggy refused with `error`."""
     if not isinstance(error, PluginValidationError):
         return f"has hooks that cannot be read: {error!r}"
     known = list(KINDS.values())
@@ -523,7 +523,7 @@ def _unavailable(cls: type[Plugin]) -> str | None:
 
 
 def _are_places(found: object) -> bool:
-    """Return True if `found` says where classes are, by the names of plugins."""
+    """Return True if `found` has the places of classes, by the names of plugins."""
     return isinstance(found, dict) and all(
         isinstance(name, str) and isinstance(place, str) and ":" in place
         for name, place in found.items()
@@ -531,7 +531,7 @@ def _are_places(found: object) -> bool:
 
 
 def _fault(cls: object, kind: str) -> str | None:
-    """Return what is wrong with `cls` as a plugin class of `kind`, or None."""
+    """Return an error text if `cls` is no usable plugin class of `kind`, or None."""
     if not (
         isinstance(cls, type) and issubclass(cls, Plugin) and getattr(cls, "kind", None) == kind
     ):

@@ -8,11 +8,9 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache, partial
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     Optional,
@@ -38,21 +36,18 @@ from kvcore.plugins.base import (
 )
 from kvcore.units import parse_whole
 
-if TYPE_CHECKING:
-    from cattrs import Converter
-
 P = TypeVar("P", bound=Plugin)
 
 
 @attrs.frozen
 class Spec:
-    """A plugin as text asks for it: a name, and options that are still text."""
+    """The name of a plugin and its options, as text."""
 
     name: str
     options: dict[str, str] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
-        """Return the text that parses to this."""
+        """Return the text from which `parse` makes an equal object."""
         options = ",".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
@@ -95,14 +90,13 @@ def parse(text: str) -> list[Spec]:
 def instantiate(
     cls: type[P], options: Mapping[str, str], defaults: Mapping[str, Any] | None = None
 ) -> P:
-    """Build `cls` from options in text, each converted to the type it is annotated with.
+    """Build `cls` from options in text, each converted to its annotated type.
 
-    `defaults` are values, not text, of options that are not given; those that `cls` does
-    not have are left out.
+    `defaults` are values, not text, of options that are not given; names that `cls` does not
+    have are left out.
 
     Raises:
-        InputError: an option that `cls` does not have, does not accept or cannot do
-            without.
+        InputError: an option is unknown, missing, or has a value that `cls` does not accept.
         PluginError: the constructor raised anything but TypeError, ValueError or OSError.
     """
     label = f"{cls.kind} plugin {cls.name!r}"
@@ -140,7 +134,7 @@ def instantiate(
 
 
 def spec_of(plugin: Plugin) -> Spec:
-    """Return the text of a plugin, without the options that have their default."""
+    """Return the text of a plugin, without the options whose value is the default."""
     defaults = {option.name: option.default for option in options_of(type(plugin))}
     given = plugin.options().items()
     return Spec(plugin.name, {name: as_text(v) for name, v in given if v != defaults[name]})
@@ -167,7 +161,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return the value of an option as its text is read: `true`, `none`, `300`."""
+    """Return the text of an option's value, which reads as the same value: `true`, `none`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -189,7 +183,7 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
         msg = f"{label} takes {shown}, which has no text form; build {qualified(cls)} in code"
         raise InputError(msg) from error
     try:
-        return _SIMPLE[kind](text) if kind in _SIMPLE else _converter().structure(text, kind)
+        return _read(kind, text)
     except (ValueError, LookupError, InputError) as error:
         why = " below 2^63" if "out of range" in str(error) else ""
         msg = f"{label} takes {expected}{why}, not {shorten(text)!r}"
@@ -197,7 +191,7 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
 
 
 def _type_of(cls: type[Plugin], option: Option) -> Any:
-    """Return the type of an option; its annotation if that cannot be resolved."""
+    """Return the type of an option, or its annotation if that cannot be resolved."""
     holder = SimpleNamespace(__annotations__={"option": option.annotation})
     modules = [vars(sys.modules.get(each.__module__, sys)) for each in cls.__mro__]
     try:
@@ -206,24 +200,32 @@ def _type_of(cls: type[Plugin], option: Option) -> Any:
         return option.annotation
 
 
-# What an annotation may say although its module imports it for type checkers alone.
+# Names in annotations that a module may import for type checkers alone.
 _NAMES = {"Any": Any, "Literal": Literal, "Optional": Optional, "Path": Path, "Union": Union}
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError(text)
+    return value
+
+
 # Ordered: the members of a union are tried in this order, so that `str` is the last resort.
-_WORDS: dict[Any, str] = {
-    NoneType: "none",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    Path: "a path",
-    str: "text",
-    Any: "text",
+_TYPES: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    NoneType: ("none", {"none": None}.__getitem__),
+    bool: ("true or false", {"true": True, "false": False}.__getitem__),
+    int: ("an integer", parse_whole),
+    float: ("a number", _number),
+    Path: ("a path", input_path),
+    str: ("text", str),
+    Any: ("text", str),
 }
+"""By type, the description of its values in messages, and the function that reads them."""
 
 
 def _expected(kind: Any) -> str:
-    """Return what the text of a value of type `kind` looks like.
+    """Return the description of the values of type `kind` in messages.
 
     Raises:
         KeyError: `kind` has no text form.
@@ -232,7 +234,7 @@ def _expected(kind: Any) -> str:
         return " or ".join(map(as_text, get_args(kind)))
     if _is_union(kind):
         return " or ".join(_expected(member) for member in _members(kind))
-    return _WORDS[kind]
+    return _TYPES[kind][0]
 
 
 def _is_literal(kind: Any) -> bool:
@@ -244,70 +246,33 @@ def _is_union(kind: Any) -> bool:
 
 
 def _members(union: Any) -> list[Any]:
-    """Return the members of `union` that have a text form; the others are for code.
+    """Return the members of `union` that have a text form; others can be given in code.
 
     Raises:
-        KeyError: none has, but None.
+        KeyError: no member has one, except None.
     """
-    members = [m for m in get_args(union) if _is_literal(m) or m in _WORDS]
+    members = [m for m in get_args(union) if _is_literal(m) or m in _TYPES]
     if members in ([], [NoneType]):
         raise KeyError(union)
     return members
 
 
-_BOOLS = {"true": True, "false": False}
+def _read(kind: Any, text: str) -> Any:
+    """Return the value of type `kind` that `text` stands for.
 
-
-def _number(text: str) -> float:
-    value = float(text)
-    if math.isnan(value):
-        raise ValueError(text)
-    return value
-
-
-def _read(simple: Callable[[str], Any], text: str, _: object) -> Any:
-    return simple(text)
-
-
-_SIMPLE: dict[Any, Callable[[str], Any]] = {
-    NoneType: {"none": None}.__getitem__,
-    bool: _BOOLS.__getitem__,
-    int: parse_whole,
-    float: _number,
-    str: str,
-    Path: input_path,
-}
-"""The readers of types that are no choice or union, which take no converter."""
-
-
-@cache
-def _converter() -> Converter:
-    """Return the converter of option texts. cattrs is imported late: that takes 30 ms."""
-    from cattrs import Converter  # noqa: PLC0415
-
-    def choice(literal: Any) -> Callable[[str, object], Any]:
-        choices = {as_text(value): value for value in get_args(literal)}
-        return lambda text, _: choices[text]
-
-    def first(union: Any) -> Callable[[str, object], Any]:
-        order = list(_WORDS)
-        members = sorted(_members(union), key=lambda m: order.index(m) if m in order else -1)
-
-        def read(text: str, _: object) -> Any:
-            # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
-            is_share = float in members and "." in text and text[-1:].isdigit()
-            for member in members:
-                if member is int and is_share:
-                    continue
-                with suppress(ValueError, LookupError, InputError):
-                    return converter.structure(text, member)
-            raise ValueError(text)
-
-        return read
-
-    converter = Converter()
-    for simple, read in _SIMPLE.items():
-        converter.register_structure_hook(simple, partial(_read, read))
-    converter.register_structure_hook_factory(_is_literal, choice)
-    converter.register_structure_hook_factory(_is_union, first)
-    return converter
+    Raises:
+        ValueError, LookupError, InputError: it stands for none.
+    """
+    if kind in _TYPES:
+        return _TYPES[kind][1](text)
+    if _is_literal(kind):
+        return {as_text(value): value for value in get_args(kind)}[text]
+    members = _members(kind)
+    # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
+    if float in members and "." in text and text[-1:].isdigit():
+        members = [member for member in members if member is not int]
+    order = list(_TYPES)
+    for member in sorted(members, key=lambda m: order.index(m) if m in order else -1):
+        with suppress(ValueError, LookupError, InputError):
+            return _read(member, text)
+    raise ValueError(text)

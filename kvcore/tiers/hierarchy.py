@@ -1,15 +1,15 @@
-"""The tiers below a cache: what is written down, what is loaded, and when loading is faster.
+"""The tiers below a cache: which blocks are written to them and loaded from them, and when.
 
          pool      <- the levels, nearest first: each has slots, a directory of spans like
       ----|----       that of the pool, an eviction policy, and a link
       down | up
-       level 0     down: what the level above evicts, or stores, or what is used there
-      ----|----    up: what an admission finds here beyond what the nearer levels hold,
-       level 1         if that is faster than to compute it again
+       level 0     down: blocks that the level above evicts, stores, or hits often enough
+      ----|----    up: blocks that an admission finds here and not in a nearer level, if
+       level 1         loading them is faster than computing them again
 
-A path that a level holds begins with its first block: what is stored takes along the blocks
-before it that are missing here, which the level above has. So lookups are those of the pool,
-and any eviction policy serves as it is.
+A level holds every path from its first block on: a block is stored together with the blocks
+before it that are missing, which the level above has. So levels are looked up as the pool is,
+and use the same eviction policies.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ PrefillTime = Callable[[int, int], int]
 
 @attrs.define(eq=False)
 class Load:
-    """Blocks on their way to the sequence that waits for them.
+    """A load of blocks into the private blocks of a sequence.
 
     Attributes:
-        seq: the sequence; its private blocks from `seq.span.end` on are theirs.
-        parts: where they come from, in the order of the prompt.
-        ready: when (ns) all of them can be used.
-        tokens: tokens that `seq` has computed then.
-        resumed: whether it is of a preempted request that returns.
-        ahead: whether it is of a request that is yet to come.
-        awaited: the load ahead of its request that `seq` waits for; it has no parts then.
+        seq: the sequence; the blocks are loaded into its private blocks from `seq.span.end` on.
+        parts: the blocks by level, in the order of the prompt.
+        ready: the time (ns) at which all of them can be used.
+        tokens: tokens that `seq` has computed after the load.
+        resumed: whether it is for a preempted request that returns.
+        ahead: whether it is a prefetch, for a request that has not arrived.
+        awaited: the prefetch that `seq` waits for, in a load without parts; else None.
     """
 
     seq: Holder
@@ -60,15 +60,16 @@ class Tiers:
     """The tiers below a cache, and the transfers between them and the pool.
 
     Args:
-        cache: the cache, which has served nothing yet.
+        cache: the cache, which has served no request yet.
         tiers: tiers, nearest first: instances, or texts such as `host:memory=64GiB`.
         slot_bytes: bytes of a block in all layers.
-        devices: GPUs that share the model: the links of tiers with one a GPU add up.
+        devices: number of GPUs that share the model; bandwidths of tiers that have a link for
+            each GPU are multiplied by it.
         ids: whether slots have ids, which only a mover reads.
 
     Attributes:
-        cache: as given.
-        mover: what moves bytes, which `move_with` sets in a run on tensors; None: nothing does.
+        cache: the cache.
+        mover: moves the bytes in a run on tensors, set by `move_with`; None in a simulation.
         levels: the tiers in use, nearest first.
         keeps_ids: whether slots have ids.
 
@@ -97,13 +98,14 @@ class Tiers:
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
         self._loading: list[Load] = []
-        # By request, what is on its way ahead of it, and what has come and awaits it.
+        # By request: its prefetch under way, and the ranges of blocks that one has loaded.
         self._ahead: dict[int | str, Load] = {}
         self._brought: dict[int | str, list[tuple[Level, int, int]]] = {}
         if self.levels and self.levels[0].tier.load != "never":
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
             cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
-        cache.tree.watcher = self
+        if self.levels:
+            cache.tree.watcher = self
         cache.tiers = self
         self._devices = devices
         self.describe()
@@ -132,15 +134,15 @@ class Tiers:
             )
 
     def drop_lost(self, now: int) -> None:
-        """Drop from the directories what could not be written."""
+        """Drop blocks from the directories whose bytes could not be written."""
         if self.mover is not None:
             for level, holder, first in self.mover.lost():
                 level.discard(holder, first, now, "failed")
 
-    # What it hears of the pool, as the watcher of its tree.
+    # The watcher of the pool's tree.
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
-        """Called when computed blocks can be shared."""
+        """Called when blocks of `span` were stored in the pool."""
         del blocks
         first = self.levels[0]
         if first.tier.write == "through":
@@ -162,11 +164,12 @@ class Tiers:
     def load(
         self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool = False
     ) -> Load | None:
-        """Start to load the blocks that `seq`, just opened, did not hit, where that is faster.
+        """Start to load blocks that `seq`, just opened, did not hit, if that saves time.
 
-        Every level is asked, the nearest first; each extends what the nearer ones hold. Of all
-        prefixes of what is found, the one is loaded that takes the least time to load it and
-        to compute the rest. Returns None if that is none. `resumed`: as for `KVCache.open`.
+        All levels are looked up, the nearest first; each extends the prefix that the nearer
+        ones hold. The blocks found are loaded up to the position for which loading, and
+        computing the rest, takes the least time. Returns None if none are loaded. `resumed` is
+        that of `KVCache.open`.
         """
         self.drop_lost(now)
         if seq.request.hints.prefetch is not None:
@@ -226,13 +229,15 @@ class Tiers:
         prefill_ns: PrefillTime,
         lead: int = 0,
     ) -> int:
-        """Return up to which position to load: where loading and computing take least time.
+        """Return the end of the load for which loading and computing take the least time.
 
-        The first `lead` ns of loading cost nothing: the request is yet to come.
-        The more is loaded, the longer that takes, and the less the rest does. So no prefix
-        that ends between two positions takes less than to load up to the first of them and to
-        compute from the last one on: ranges for which that is too much are left out, and others
-        halved. Exact for every latency model in which more work takes no less time.
+        The first `lead` ns of loading cost nothing, since the request has not arrived.
+
+        Loading takes longer the more is loaded, and computing the rest takes less. So a prefix
+        that ends between two positions takes at least the time to load up to the first of them
+        and to compute from the last one on: ranges in which this bound is no improvement are
+        skipped, the others halved. Exact for every latency model in which more work takes no
+        less time.
         """
         size, target = self.cache.geometry.block_size, seq.target
 
@@ -302,9 +307,9 @@ class Tiers:
         return load
 
     def finish(self, load: Load, now: int) -> int:
-        """Commit loaded blocks; return how many tokens of the sequence are computed then.
+        """Commit loaded blocks; return the number of computed tokens of the sequence.
 
-        Blocks that were not as they should be, and those after them, are left to be computed.
+        Damaged or missing blocks, and those after them, are left to be computed.
         """
         if load.awaited is not None:
             return self._take_over(load, load.awaited, now)
@@ -346,12 +351,12 @@ class Tiers:
     def prefetch(
         self, request: Request, now: int, arrival: int, prefill_ns: PrefillTime, reserve: int
     ) -> Load | None:
-        """Start to load the prompt blocks that the pool lacks for a request yet to come.
+        """Start to load prompt blocks that the pool lacks, for a request that has not arrived.
 
-        What is loaded is decided as for a load, but that the time up to `arrival` (ns) costs
-        nothing. It goes into blocks that are free or can be evicted, of which `reserve` must
-        stay, and over links that are not too busy for a write. When it has come, it is cached,
-        and no request holds it. Returns None if nothing is loaded.
+        The end of the load is chosen as in `load`, except that the time up to `arrival` (ns)
+        costs nothing. The blocks are loaded into blocks of the pool that are free or evictable,
+        of which `reserve` must stay, and over links that are not too busy for a write.
+        Afterwards they are cached and unpinned. Returns None if none are loaded.
         """
         cache = self.cache
         if not cache.prefix.shares:
@@ -367,7 +372,7 @@ class Tiers:
         seq = cache.open_ahead(planned, end, now, reserve)
         if seq is planned:
             return None
-        # To make room for them in the pool, blocks may have left the tiers.
+        # The evictions in the pool may have evicted blocks of the tiers too.
         parts = [
             level.take(request, seq.keys, first, min(upto, seq.blocks), now)
             for level, first, upto in self._find(seq, now, resumed=True)
@@ -382,7 +387,7 @@ class Tiers:
 
     def _came(self, seq: Holder, end: int, now: int) -> None:
         """Keep the prefetched blocks of a request, up to position `end`, in the pool."""
-        # Not `KVCache.commit`: what the request itself may forget is decided when it is here.
+        # Not `KVCache.commit`: retention decides about the request after it has arrived.
         if end > seq.span.end:
             self.cache.tree.commit(seq, end, now)
         seq.computed = end * self.cache.geometry.block_size
@@ -391,9 +396,9 @@ class Tiers:
     def _await(
         self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool
     ) -> Load | None:
-        """Return a wait for blocks being prefetched for `seq`, unless computing is faster.
+        """Return a load that waits for the prefetch of `seq`, or None if computing is faster.
 
-        No load of its own could bring the same blocks sooner, since a link takes its turns.
+        Another load of the same blocks would end later, since a link serves loads in order.
         """
         hit, size = seq.hit_blocks, self.cache.geometry.block_size
         if not resumed:
@@ -410,7 +415,7 @@ class Tiers:
         return Load(seq, [], ahead.ready, end * size, resumed, awaited=ahead)
 
     def _take_over(self, load: Load, awaited: Load, now: int) -> int:
-        """Give a sequence the blocks prefetched for it; return how many tokens it has then."""
+        """Commit the prefetched blocks of a sequence; return its computed tokens."""
         seq, size = load.seq, self.cache.geometry.block_size
         end = self.cache.tree.match(seq.keys, load.tokens // size, now).blocks
         for part in awaited.parts:
@@ -430,11 +435,12 @@ class Tiers:
     def can_swap(
         self, seq: Holder, tokens: int, now: int, prefill_ns: PrefillTime
     ) -> Level | None:
-        """Return the level where `seq`, with `tokens` tokens of K/V, may rest; None: nowhere.
+        """Return the level to which `seq`, with `tokens` tokens of K/V, can be swapped.
 
-        That is the nearest one that takes such, has room, and takes less time to write and
-        to read what only `seq` has than to compute it again. What a retention policy has
-        gathered about a sequence could not be restored. Changes nothing.
+        It is the nearest one that parks sequences, has room, and takes less time to write and
+        read the private blocks of `seq` than computing them takes; None if there is none. With
+        a retention policy there is none, since its data about a sequence could not be
+        restored. Changes nothing.
         """
         if self.cache.retention is not None or seq.compacted or seq.family:
             return None
@@ -467,7 +473,7 @@ class Tiers:
     def _load_parked(
         self, seq: Holder, level: Level, holder: Holder, now: int, prefill_ns: PrefillTime
     ) -> Load | None:
-        """Start to load what `seq` parked at preemption, unless computing is faster."""
+        """Start to load the parked blocks of `seq`, unless computing them is faster."""
         size, hit = self.cache.geometry.block_size, seq.hit_blocks
         moved = (holder.blocks - hit) * level.slot_bytes
         took = level.link.load_ns(moved, now) + prefill_ns(
@@ -497,9 +503,9 @@ class Tiers:
             level.tree.residency = Residency(level.pool.blocks, level.name)
 
     def hit_stats(self, level: Level | None = None) -> CacheStats:
-        """Return the statistics of first admissions with the hits of one level alone.
+        """Return the statistics of first admissions with the hits of `level` alone.
 
-        None: with those of the pool and all levels.
+        None: the hits of the pool and of all levels.
         """
         stats, size = self.cache.stats, self.cache.geometry.block_size
         of = self.levels if level is None else [level]
@@ -515,7 +521,7 @@ class Tiers:
         )
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """Return what moved, by tier, as JSON has it."""
+        """Return the JSON object of each level: its size, hits and traffic."""
         return [
             {
                 "tier": level.name,
@@ -538,15 +544,15 @@ class Tiers:
                 "dropped_blocks": dict(level.stats.dropped),
                 "read_bytes": level.link.read_bytes,
                 "written_bytes": level.link.written_bytes,
-                "link_busy_s": level.link.busy_ns / 10**9,
-                "load_s": level.stats.load_ns / 10**9,
-                "load_wait_s": level.stats.wait_ns / 10**9,
+                "link_busy_s": level.link.busy_ns / NS_PER_S,
+                "load_s": level.stats.load_ns / NS_PER_S,
+                "load_wait_s": level.stats.wait_ns / NS_PER_S,
             }
             for level in self.levels
         ]  # fmt: skip
 
 
 def _numbered(names: list[str], at: int) -> str:
-    """Return the name at a place, with a number if it is there several times."""
+    """Return the name at position `at`, with a number if it occurs several times."""
     name = names[at]
     return name if names.count(name) == 1 else f"{name}-{names[:at].count(name) + 1}"

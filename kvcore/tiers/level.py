@@ -18,6 +18,7 @@ from kvcore.plugins import policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 from kvcore.tiers.tier import Link, Tier
+from kvcore.units import NS_PER_S
 
 
 @attrs.define
@@ -25,21 +26,25 @@ class TierStats:
     """Traffic of a tier, in blocks unless stated otherwise.
 
     Attributes:
-        stored: written into it; `parked`, those of preempted sequences among them.
-        loads, loaded: loads, and their blocks; `returned`, those for requests that came back
-            from a preemption, which is no reuse, among them.
-        prefetched: blocks loaded ahead of a request, among `loaded` too; `prefetch_hits`, those
-            of them that this request then found in the pool, or waited for.
-        hits: of these blocks, those that were right and that first admissions waited for;
-            `ratio_sum`: their shares in what these requests looked up, summed.
-        found: found at first admissions, beyond what nearer levels held; `recomputed`: of
-            these found, those that were computed again, since that was faster.
-        skipped: not written, since the link was busy for too long, or the store left alone
-            after a failure; `refused`: since what is in use left no room.
-        wait_ns, load_ns: time that loads waited for the link, and took in all.
+        stored: blocks written into it.
+        parked: those of `stored` that belonged to preempted sequences.
+        loads: number of loads.
+        loaded: blocks of all loads.
+        returned: those of `loaded` for resumed requests, which are no reuse.
+        prefetched: those of `loaded` that were loaded ahead of a request.
+        prefetch_hits: those of `prefetched` that the request found in the pool, or waited for.
+        hits: those of `loaded` that first admissions waited for, and that were intact.
+        ratio_sum: sum over these requests of hits / blocks looked up.
+        found: blocks found at first admissions that no nearer level had.
+        recomputed: those of `found` that were computed again, since that was faster.
+        skipped: blocks that were not written, since the link was busy for too long, or the
+            store paused after a failure.
+        refused: blocks that were not written, since pinned blocks left no room.
+        wait_ns: time that loads waited for the link.
+        load_ns: time that loads took, the wait included.
         dropped: blocks that left, by reason: `capacity`, `expired`, `moved`, `corrupt`,
             `gone`, `parked`, `failed`.
-        recovered: blocks that an earlier run on tensors had left here.
+        recovered: blocks of an earlier run on tensors that were found here.
         errors: calls of the store that failed, or took too long.
     """
 
@@ -64,16 +69,16 @@ class TierStats:
 
 
 class Mover(Protocol):
-    """Moves the bytes: in a run on tensors. A simulation has none."""
+    """Moves the bytes in a run on tensors. A simulation has no mover."""
 
     def is_ready(self, level: Level) -> bool:
-        """Return False while the store of `level` is left alone, since it has failed."""
+        """Return False while the store of `level` pauses after a failure."""
 
     def store(self, level: Level, source: Level | None, ids: Ids, holder: Holder) -> None:
-        """Called when blocks are written: of `source` (None: of the pool) with these `ids`.
+        """Called when the blocks `ids` of `source` (None: of the pool) are written to `level`.
 
-        They go into the slots `holder.private`, which end the path of `holder.keys` at
-        `holder.blocks`.
+        They are written into the slots `holder.private`, the last ones of the path of
+        `holder.keys`, which ends at position `holder.blocks`.
         """
 
     def park(self, level: Level, ids: Ids, holder: Holder) -> None:
@@ -83,31 +88,31 @@ class Mover(Protocol):
         """Called when a load has begun."""
 
     def finish(self, part: Part, ids: Ids) -> int:
-        """Copy what was loaded into the pool's blocks `ids`; return how many are intact.
+        """Copy loaded blocks into the blocks `ids` of the pool; return how many are intact.
 
-        If not all are, `part.reason` says why.
+        If some are not, it sets `part.reason`.
         """
 
     def dropped(self, level: Level, slots: Ids) -> None:
-        """Called when slots are free again."""
+        """Called when `slots` of `level` are freed."""
 
     def present(self, level: Level, slots: Ids) -> int:
-        """Return how many of the first `slots` still have their blocks."""
+        """Return the number of `slots`, from the first on, that still have their blocks."""
 
     def lost(self) -> Iterable[tuple[Level, Holder, int]]:
-        """Yield once what could not be written: blocks of a path, from a position on."""
+        """Yield, once each, blocks that could not be written: level, path, first position."""
 
 
 @attrs.define(eq=False)
 class Part:
-    """The blocks `[first, end)` of a prompt, which one level holds, on their way up.
+    """The part of a load from one level: the blocks `[first, end)` of a prompt.
 
     Attributes:
-        level: where they come from.
-        holder: what pins them there.
-        parked: whether they were a preempted sequence's own.
-        reason: why they are dropped if they are not as they should be.
-        data: the mover's own.
+        level: the level.
+        holder: the sequence that pins the blocks there.
+        parked: whether they were private blocks of a preempted sequence.
+        reason: the reason of dropping blocks that are not intact.
+        data: data of the mover.
     """
 
     level: Level
@@ -120,7 +125,7 @@ class Part:
 
     @property
     def slots(self) -> Ids | None:
-        """The slots of the blocks, in the order of the prompt; None: they have no ids."""
+        """The slots of the blocks, in the order of the prompt; None if slots have no ids."""
         span, private = self.holder.span, self.holder.private
         shared = path_ids(span, self.first, self.end) if self.first < span.end else None
         if private is None or self.end <= span.end:
@@ -138,11 +143,16 @@ class Level:
     """A tier in one run: its slots, their content, and its link.
 
     Attributes:
-        name: what traces and reports call it; unique among the levels of a cache.
-        tier, link, pool, tree, stats: as their types say.
-        mover: what moves bytes; None: nothing does, as in a simulation.
+        name: name in traces and reports, unique among the levels of a cache.
+        tier: its options.
+        link: its link.
+        pool: its slots.
+        tree: the directory of the blocks in them.
+        stats: its traffic.
+        slot_bytes: bytes of a slot.
+        mover: moves the bytes in a run on tensors; None in a simulation.
         below: the next farther level, or None.
-        parked: what preempted sequences have left here, by request.
+        parked: the sequences that hold parked blocks here, by the id of the request.
     """
 
     def __init__(
@@ -161,9 +171,9 @@ class Level:
         self.stats = TierStats()
         self.slot_bytes = slot_bytes
         self._cache = cache
-        self._max_wait = round(tier.max_wait * 10**9)
+        self._max_wait = round(tier.max_wait * NS_PER_S)
         self._serial = 0
-        # What the last store was asked for; None when anything has left since.
+        # The last path that was stored, and its end; None after any block has left.
         self._held: tuple[Span, int] | None = None
         self.pool: CountingPool = (BlockPool if ids else CountingPool)(slots)
         eviction = resolve("eviction", tier.eviction)
@@ -180,25 +190,25 @@ class Level:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the store of this level can be used: False for a while after a failure."""
+        """Whether the store of this level can be used: False in a pause after a failure."""
         mover = self.mover
         return mover is None or mover.is_ready(self)
 
-    # What it hears of its own directory, as the watcher of its tree.
+    # The watcher of its tree.
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
-        """Called when blocks were stored here: the level below may want them too."""
+        """Called when blocks were stored here; a level below may be written through."""
         del blocks
         if self.below is not None and self.below.tier.write == "through":
             self.below.store(span, span.end, now, self)
 
     def hit(self, span: Span, now: int) -> None:
-        """Called when a load uses `span`: the level below may want it now."""
+        """Called when a load hits `span`; a level below may store it after this use."""
         if self.below is not None:
             self.below.store_used(span, now, self)
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Called when blocks leave: they go to the level below, or are gone."""
+        """Called when blocks are about to leave; victims may be stored in the level below."""
         self._held = None
         if self.below is not None and reason == "capacity" and self.below.tier.write == "evict":
             self.below.store(span, span.end, now, self)
@@ -210,7 +220,7 @@ class Level:
     # Down.
 
     def store_used(self, span: Span, now: int, source: Level | None) -> None:
-        """Store the path to `span` as far as it has been used as often as asked for."""
+        """Store the part of the path to `span` with `write` hits, if that is a number."""
         uses = self.tier.write
         if type(uses) is int:
             while span.parent is not None and span.hit_count < uses:
@@ -219,10 +229,10 @@ class Level:
                 self.store(span, span.end, now, source)
 
     def store(self, span: Span, end: int, now: int, source: Level | None) -> bool:
-        """Write the path down to `span`, up to position `end`, as far as it is missing here.
+        """Write the blocks of the path down to `span`, up to position `end`, that are missing.
 
-        Returns whether all of it is here then. O(spans on the path + victims); O(1) where the
-        blocks of one span leave one by one.
+        Returns True if the whole path is here afterwards. O(spans on the path + victims); O(1)
+        if the same path is stored again, as when the blocks of a span leave one by one.
         """
         tree = self.tree
         if self._held is not None and self._held[0] is span and end <= self._held[1]:
@@ -258,14 +268,14 @@ class Level:
         return True
 
     def _remember(self, span: Span, end: int) -> None:
-        """Store that the path down to `span`, up to `end`, is here until anything leaves."""
+        """Record that the path down to `span`, up to `end`, is here until any block leaves."""
         if not self.tree.eviction.expires_spans:
             self._held = span, end
 
     def to_park(self, seq: Holder, tokens: int, now: int) -> int | None:
-        """Return how many blocks of `seq` must be written to park it here. Changes nothing.
+        """Return the number of blocks to write in order to park `seq`. Changes nothing.
 
-        None: there is no room for them, or the link is too busy.
+        Returns None if there is no room for them, or the link is too busy.
         """
         blocks = -(-tokens // seq.span.geometry.block_size)
         match = self.tree.match(seq.keys, seq.span.end, now)
@@ -275,11 +285,11 @@ class Level:
         return need if fits else None
 
     def is_busy(self, now: int) -> bool:
-        """Return True if the link's queue is too long for a transfer that may be skipped."""
+        """Return True if a write would wait for the link longer than `max_wait`."""
         return self.link.wait(now) > self._max_wait
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
-        """Keep the first `tokens` tokens of `seq`: pin what it shares, park its own blocks."""
+        """Write the first `tokens` tokens of `seq`, and pin them until `unpark`."""
         shared, tree = seq.span, self.tree
         blocks = -(-tokens // shared.geometry.block_size)
         if shared.parent is not None:
@@ -336,13 +346,13 @@ class Level:
     # Up.
 
     def find(self, keys: Sequence[Key], limit: int, now: int) -> int:
-        """Return up to which position, at most `limit`, a prompt is here. Changes nothing."""
+        """Return the length of the prefix of `keys` that is here, at most `limit` blocks."""
         return self.tree.match(keys, limit, now).blocks if self.is_ready else 0
 
     def confirm(self, seq: Holder, first: int, end: int, now: int) -> int:
-        """Return up to which position the blocks `[first, end)` of `seq` are in the store.
+        """Return the end of the blocks of `seq`, from `first` on, that are in the store.
 
-        The directory has them; what has gone from the store by itself is dropped from it.
+        The directory has them up to `end`; blocks that the store has lost are dropped from it.
         """
         mover, span = self.mover, self.tree.match(seq.keys, end, now).span
         slots = None if mover is None else path_ids(span, first, end)
@@ -357,9 +367,9 @@ class Level:
         self, request: Request, keys: Sequence[Key], first: int, end: int, now: int,
         *, resumed: bool = False,
     ) -> Part:  # fmt: skip
-        """Pin the blocks of a prompt up to `end`, to load those from `first` on.
+        """Pin the blocks of a prompt up to `end`; return the part with those from `first` on.
 
-        For a `resumed` request that is no reuse.
+        For a `resumed` request this counts as no hit.
         """
         tree = self.tree
         holder = self._holder(request.id, request.tenant, keys, end)
@@ -371,7 +381,7 @@ class Level:
     def give_back(self, part: Part, right: int | None, now: int) -> None:
         """Unpin loaded blocks, of which the first `right` ones were intact.
 
-        None: nobody has looked, since blocks before them were not.
+        None: they were not checked, since blocks before them were not intact.
         """
         holder, tree = part.holder, self.tree
         if part.parked:
@@ -387,7 +397,7 @@ class Level:
             tree.vacate(span, now)
 
     def discard(self, wrong: Holder, first: int, now: int, reason: str) -> None:
-        """Drop the path of `wrong` from position `first` on, and all that continues it."""
+        """Drop the path of `wrong` from position `first` on, and all spans below it."""
         tree = self.tree
         holder = self._holder(wrong.request.id, wrong.request.tenant, wrong.keys, first)
         match = tree.match(wrong.keys, first, now)
@@ -399,9 +409,9 @@ class Level:
         tree.close(holder.span, now)
 
     def restore(self, keys: Sequence[Key], slots: Ids) -> None:
-        """Insert a path that an earlier run has left; `slots` has all of its blocks.
+        """Insert a path of an earlier run, whose blocks are in `slots`.
 
-        Their slots must be allocated. The path is the latest to be used, of all put back.
+        The slots must be allocated. The path becomes the most recently used one.
         """
         tree, end, trace = self.tree, len(slots), self._cache.trace
         name = f"{self.name}:{self._serial + 1}"
@@ -420,10 +430,10 @@ class Level:
     def _holder(
         self, request: int | str, tenant: str | None, keys: Sequence[Key], blocks: int
     ) -> Holder:
-        """Return who pins a path while it is moved, up to position `blocks`."""
+        """Return a sequence to pin a path up to position `blocks` while it is moved."""
         self._serial += 1
         root = self.tree.root
-        # What a tree reads of a request; a whole one takes as long to make as all the rest.
+        # A tree reads no more of a request; to make a whole one would double the cost.
         who = cast("Request", _Requester(request, tenant))
         return Holder(
             self._serial, self._serial, who, keys, blocks, 0, 0, 0, 0, blocks, 0, root

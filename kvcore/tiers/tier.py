@@ -1,4 +1,4 @@
-"""The tier contract: storage for K/V outside the pool, and the cost of moving it."""
+"""The tier contract: storage for K/V outside the pool, and the link to it."""
 
 from __future__ import annotations
 
@@ -34,42 +34,41 @@ def bandwidth(default: int | str) -> Any:
 
 
 WriteRule: TypeAlias = int | Literal["evict", "through"]
-"""When a block is written into a tier: see `Tier.write`."""
+"""The condition for writing a block into a tier: see `Tier.write`."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class Tier(Plugin):
-    """A memory in which blocks of the cache may rest: of the host, on a disk, of a server.
+    """A memory for blocks outside the pool: of the host, on a disk, of a server.
 
-    A tier is a cache of its own. It has slots, each as large as a block in all layers; it
-    knows which blocks are in them by their keys; and an eviction policy, of the same kind as
-    that of the pool, decides what leaves when it is full. It is reached by one link, on which
-    all that moves in or out waits for its turn.
+    A tier is a cache of its own. It has slots, each as large as a block in all layers, a
+    directory of the keys of the blocks in them, and an eviction policy of the same kind as
+    that of the pool. All transfers to and from it share one link, and take turns on it.
 
-    A subclass names itself, gives the options the defaults of what it stands for, and opens
-    the `store` that keeps the bytes in a run on tensors. A simulation never calls `open`.
+    A subclass sets `name` and the defaults of the options, and overrides `open`, which returns
+    the store of the bytes in a run on tensors. A simulation never calls `open`.
 
     Attributes:
         memory: its capacity in bytes; as text with a unit, such as `64GiB`.
         eviction: its eviction policy: a name with at most one option, a class or an instance.
-        write: what moves down into it. `evict`: blocks that the level above evicts; `through`:
-            all that the level above stores, at once; n: what n requests have hit above.
-        keep: `inclusive`: what is loaded stays; `exclusive`: it leaves, but for blocks that
-            others rest below.
-        load: whether what it holds is loaded by `cost`, if that is faster than to compute it
-            again, `always`, or `never`.
+        write: which blocks of the level above are written into it. `evict`: evicted ones;
+            `through`: stored ones, at once; a number n: those that n requests have hit.
+        keep: whether blocks stay after they were loaded (`inclusive`) or are dropped, except
+            those that other cached blocks continue (`exclusive`).
+        load: when its blocks are loaded: if that is faster than computing them (`cost`),
+            `always`, or `never`.
         read_bandwidth, write_bandwidth: bytes a second of its link, towards the pool and
             from it; as text with a unit, such as `25GB`.
-        latency: seconds from the end of a transfer to when its data can be used.
-        max_wait: seconds that a write may wait for its turn. One that would wait longer is
-            not done, so that writes never queue up without bound.
+        latency: seconds from the end of a transfer until its data can be used.
+        max_wait: seconds that a write may wait for its turn. A write that would wait longer is
+            skipped, so the queue of writes is bounded.
         call_timeout: seconds that a call of the store may take in a run on tensors. After that
-            the run goes on without what it was to write or to read.
+            the run continues without the blocks of the call.
         per_device: whether each GPU has a link of its own, so that bandwidths add up.
-        parks: whether it takes the K/V of preempted sequences.
+        parks: whether private blocks of preempted sequences can be written into it.
 
     Raises:
-        InputError: a size, a rate or a time that cannot be.
+        InputError: a size, a rate or a time is out of range.
     """
 
     kind: ClassVar[str] = "tier"
@@ -114,10 +113,10 @@ class Tier(Plugin):
         return options
 
     def slots(self, slot_bytes: int) -> int:
-        """Return how many slots of `slot_bytes` bytes it has.
+        """Return the number of slots of `slot_bytes` bytes each.
 
         Raises:
-            InputError: not even one.
+            InputError: the memory is smaller than a slot.
         """
         slots = int(self.memory) // slot_bytes
         if slots < 1:
@@ -129,15 +128,15 @@ class Tier(Plugin):
         return slots
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
-        """Return what keeps the bytes of `slots` slots in a run on tensors.
+        """Return the store of the bytes of `slots` slots in a run on tensors.
 
-        `identity` says whose K/V it is: model, weights, layout, and how tokens became keys.
-        What was kept under another identity is not to be used.
+        `identity` identifies the K/V: model, weights, layout, and the derivation of keys from
+        tokens. Blocks that were stored with another identity must not be read.
 
         Raises:
-            InputError: the tier is for simulations alone (unless overridden), or cannot be
-                had: it is in use by another process, or not reachable.
-            StorageError: there is too little room for it.
+            InputError: the tier is for simulations alone (the default), in use by another
+                process, or not reachable.
+            StorageError: there is too little room for the slots.
         """
         del slots, slot_bytes, identity
         msg = f"tier {self.name!r} keeps no bytes: it is for simulations alone"
@@ -146,15 +145,15 @@ class Tier(Plugin):
 
 @attrs.frozen
 class StoredBlock:
-    """A block in a slot of a tier: whose K/V it is.
+    """A block in a slot of a tier.
 
     Attributes:
-        slot: its place in the tier, from 0 on.
-        position: its place in the prompt, in blocks.
+        slot: index of the slot, from 0 on.
+        position: its position in the prompt, in blocks.
         key: the block key that covers it.
-        chain: 16 bytes that stand for all keys up to and with its own, and its position: equal
-            ones mean equal text, whichever workload it came from.
-        parent: the `chain` of the block before it; empty for the first of a prompt.
+        chain: hash, 16 bytes, of all keys up to its own, and of its position: equal chains
+            mean equal text, in all workloads.
+        parent: the `chain` of the block before it; empty for the first block of a prompt.
     """
 
     slot: int
@@ -168,60 +167,60 @@ class TierStore(ABC):
     """Keeps the bytes of blocks in slots. Called by one thread at a time.
 
     Data is `[blocks, slot_bytes]`, contiguous, unsigned bytes. A method may raise OSError, or
-    take too long: the run then goes on without the blocks, and counts them.
+    take too long: the run then continues without the blocks, and counts them.
 
-    A store answers for what it returns: blocks whose bytes or whose `chain` are not those that
-    were written are reported as wrong, never returned as right.
+    A store checks the blocks that it reads: bytes or a `chain` that differ from the written
+    ones are reported as damaged, and never returned as intact.
 
     Attributes:
-        memory: the slots, `[slots, slot_bytes]`, if they lie in memory of this process and stay
-            where they are until `close`; None: they do not. A run that can copy between them
-            and its pool does so, and calls `close` alone: no thread, no time-out, no checks.
+        memory: the slots, `[slots, slot_bytes]`, if they lie in memory of this process and are
+            not moved before `close`; else None. A run that can copy between this memory and
+            its pool does so, and calls only `close`: without a thread, time-out and checks.
     """
 
     memory: memoryview | None = None
 
     @abstractmethod
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
-        """Keep `data`, the bytes of `blocks`. What was in their slots before is gone.
+        """Store `data`, the bytes of `blocks`, in place of the previous content of the slots.
 
-        A block is there once its bytes are, whole: a process that is killed leaves no half.
+        A block is stored as a whole or not at all, even if the process is killed.
         """
 
     @abstractmethod
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
-        """Read the bytes of `blocks` into `into`; return how many of the first are right."""
+        """Read the bytes of `blocks` into `into`; return the number before a damaged one."""
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Called when `slots` are freed. Does nothing unless overridden."""
+        """Called when `slots` are freed. The default does nothing."""
         del slots
 
     def recover(self) -> Iterable[StoredBlock]:
-        """Yield the blocks that an earlier run has left, in any order; none by default."""
+        """Yield the blocks of an earlier run, in any order. The default yields none."""
         return ()
 
     def present(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many of the first `blocks` are still there. All unless overridden.
+        """Return the number of `blocks` before a missing one. The default returns all.
 
-        Called at every admission that finds blocks here, for stores from which blocks may go
-        by themselves; `read` may still find less.
+        Called at every admission that finds blocks here, for stores that may lose blocks;
+        a later `read` may still find fewer.
         """
         return len(blocks)
 
     def close(self) -> None:  # noqa: B027
-        """Release all resources. Does nothing unless overridden."""
+        """Release all resources. The default does nothing."""
 
 
 class Link:
-    """The link of a tier: transfers take their turn, in the order in which they are asked for.
+    """The link of a tier: it serves transfers one after another, in the order of the calls.
 
     A transfer holds the link for its bytes over the bandwidth of its direction, in whole
     nanoseconds, rounded up; its data can be used `latency` later.
 
     Attributes:
-        free_at: when (ns) all that is queued has passed.
-        read_bytes, written_bytes: what has been asked for so far.
-        busy_ns: how long that holds the link.
+        free_at: the time (ns) at which all queued transfers have left the link.
+        read_bytes, written_bytes: bytes of all transfers so far.
+        busy_ns: time that these transfers hold the link.
     """
 
     __slots__ = (
@@ -229,30 +228,30 @@ class Link:
     )  # fmt: skip
 
     def __init__(self, read_bandwidth: int, write_bandwidth: int, latency: float) -> None:
-        """Store bytes a second each way, and the latency in seconds."""
+        """Store the bandwidths in bytes a second, and the latency in seconds."""
         self._read, self._write = read_bandwidth, write_bandwidth
         self._latency = round(latency * NS_PER_S)
         self.free_at = self.read_bytes = self.written_bytes = self.busy_ns = 0
 
     def wait(self, now: int) -> int:
-        """Return the ns that a transfer asked for at `now` waits for its turn."""
+        """Return the ns that a transfer queued at `now` waits for its turn."""
         return max(0, self.free_at - now)
 
     def load_ns(self, size: int, now: int) -> int:
-        """Return the ns from `now` until `size` bytes would be loaded. Changes nothing."""
+        """Return the ns that a load of `size` bytes takes from `now` on. Changes nothing."""
         return self.wait(now) - (-size * NS_PER_S // self._read) + self._latency
 
     def store_ns(self, size: int, now: int) -> int:
-        """Return the ns from `now` until `size` bytes would be stored. Changes nothing."""
+        """Return the ns that a write of `size` bytes takes from `now` on. Changes nothing."""
         return self.wait(now) - (-size * NS_PER_S // self._write) + self._latency
 
     def load(self, size: int, now: int) -> int:
-        """Queue a load of `size` bytes; return when (ns) its data can be used."""
+        """Queue a load of `size` bytes; return the time (ns) from which its data is usable."""
         self.read_bytes += size
         return self._queue(-(-size * NS_PER_S // self._read), now)
 
     def store(self, size: int, now: int) -> int:
-        """Queue a write of `size` bytes; return when (ns) its data can be used."""
+        """Queue a write of `size` bytes; return the time (ns) from which its data is usable."""
         self.written_bytes += size
         return self._queue(-(-size * NS_PER_S // self._write), now)
 
@@ -263,7 +262,7 @@ class Link:
 
 
 class InstantLink(Link):
-    """A link on which nothing takes time, for replays without a clock. It counts bytes."""
+    """A link whose transfers take no time, for replays without a clock. It counts bytes."""
 
     __slots__ = ()
 

@@ -1,6 +1,6 @@
-"""Registers the built-in plugins, by the hooks that anyone's plugins come in by.
+"""Registers the built-in plugins, by the same hooks as plugins of other distributions.
 
-Each hook says where the classes of its kind are, so that a command imports those that it uses.
+Each hook returns the places of the classes of its kind, so a command imports those it uses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from kvcore import hookimpl
 
 
 def _places(folder: str, classes: dict[str, str]) -> dict[str, str]:
-    """Return where the classes that the package `folder` exports are, by the plugins' names."""
+    """Return the places of classes that the package `folder` exports, by plugin names."""
     return {name: f"kvcore_plugins.{folder}:{found}" for name, found in classes.items()}
 
 

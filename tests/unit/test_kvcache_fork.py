@@ -18,6 +18,7 @@ from helpers.caches import (
 )
 
 from kvcore import InputError, OutOfBlocks
+from kvcore.request import text_request
 from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
@@ -377,3 +378,19 @@ def test_fork_without_a_prefix_cache():
     for member in (seq, child):
         cache.close(member)
     assert cache.pool.free_blocks == 12
+
+
+def test_forks_publish_blocks_of_their_own():
+    """Each sequence has the keys of the blocks that it has generated, and of no other."""
+    cache = make(12)
+    prompt = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
+    one = cache.open(prompt)
+    compute(cache, one)
+    other = cache.fork(one)
+    for seq, key in ((one, "one"), (other, "other")):
+        cache.extend(seq, BLOCK)
+        cache.append_keys(seq, [key])
+        compute(cache, seq)
+    assert [seq.span.path_keys[1:] for seq in (one, other)] == [["one"], ["other"]]
+    assert (table(cache, one), table(cache, other)) == ([0, 1], [0, 2])
+    cache.check_integrity()

@@ -411,6 +411,17 @@ def test_header_names_the_tiers():
     assert header["tiers"][0]["options"]["eviction"] == "arc"
 
 
+def test_a_hierarchy_may_be_empty():
+    """Without a tier nothing is stored or loaded, and the cache works."""
+    cache = KVCache(8, BLOCK)
+    tiers = Tiers(cache, [], SLOT)
+    (request,) = shared((1, 2))
+    seq = cache.open(request)
+    cache.commit(seq, seq.tokens)
+    cache.close(seq)
+    assert (cache.probe(request), tiers.as_dict()) == (2, [])
+
+
 def test_memory_smaller_than_a_block_is_refused():
     """The message says what a block takes in all layers."""
     with pytest.raises(InputError, match="takes 64 bytes in all layers"):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from helpers.traces import CACHE, ask, lines, write
 
-from kvcore import SLO, InputError, Trace, distributions
+from kvcore import SLO, InputError, KVCache, Request, Trace, distributions
 from kvcore_plugins.workload import Mooncake
 
 
@@ -69,6 +69,31 @@ def test_a_run_adds_to_the_header(tmp_path):
     header = described(tmp_path / "trace.jsonl", mode="model", slo=SLO(ttft_ns=9), **about)
     about |= {"latency": {"lines": [[1, 2], [3, 4]]}, "slo": {"ttft": 9}, "mode": "model"}
     assert {name: header[name] for name in about} == about
+
+
+@pytest.mark.parametrize("first", ["probe", "plan_ahead", "announce", "open"])
+def test_the_first_request_decides_the_tokens_of_a_key(tmp_path, first):
+    """The header has its `key_tokens`, whichever call of the cache is the first."""
+    path = tmp_path / "trace.jsonl"
+    request = Request(id=1, prompt_tokens=1024, keys=[7, 8], key_tokens=512)
+    with Trace(path) as trace:
+        cache = KVCache(100, 16, trace=trace)
+        call = getattr(cache, first)
+        seq = call(request, 0) if first in ("plan_ahead", "announce") else call(request)
+        if first != "open":
+            seq = cache.open(request)
+        cache.close(seq)
+    assert lines(path)[0]["key_tokens"] == 512
+
+
+def test_a_request_with_other_keys_is_not_announced(tmp_path):
+    """A request whose keys have another size is refused before a line is written."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(100, 16, trace=trace, key_tokens=512)
+        with pytest.raises(InputError, match=r"keys of 64 tokens; .* key_tokens=512"):
+            cache.announce(Request(id=1, prompt_tokens=64, keys=[7], key_tokens=64), 0)
+    assert [line["event"] for line in lines(path)] == ["HEADER", "END"]
 
 
 def test_plugins_of_the_run_join_those_of_the_cache(tmp_path):

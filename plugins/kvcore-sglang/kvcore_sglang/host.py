@@ -161,10 +161,7 @@ class TreeHost:
 
     def clear(self) -> None:
         """Drop all nodes: SGLang has just made its tree."""
-        self._root = Span(
-            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-            None, self._geometry, (), None, None,
-        )  # fmt: skip
+        self._root = Span.root(self._geometry)
         self._spans: dict[Any, Span] = {}
         self._nodes: dict[Span, Any] = {}
         self._held: dict[Span, None] = {}

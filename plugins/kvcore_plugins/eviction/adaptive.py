@@ -15,9 +15,9 @@ DRAW_BITS = 53
 
 
 class ExpertSpan:
-    """A span as one expert sees it: all of the span, with `data` of the expert's own.
+    """A span for one expert of `Adaptive`, with `data` of that expert.
 
-    Every other public attribute of a span is a property here that reads it, in C.
+    All other public attributes are properties that read those of the span, in C.
     """
 
     __slots__ = ("_expert", "data", "span")
@@ -30,7 +30,7 @@ class ExpertSpan:
 
     @property
     def parent(self) -> Any:
-        """The parent of the span, as the same expert sees it."""
+        """The parent of the span, for the same expert."""
         parent = self.span.parent
         return parent if parent is None or parent.data is None else parent.data[self._expert]
 
@@ -50,18 +50,18 @@ for _name in dir(Span):
 
 
 class Adaptive(EvictionPolicy):
-    """Evict the victims of one of several policies: more often of the one that errs less.
+    """Evict the victims of one of several policies: more often of one whose victims miss less.
 
-    For every request that needs room one expert is drawn, by weight, and its victims are
-    evicted. The keys of their blocks are remembered as ghosts of all experts that would have
-    evicted them. If a request misses keys among the ghosts of an expert, the weight of that
-    expert shrinks by `rate` × the share of the missed tokens that these are; then `discount`
-    of all weight is shared out evenly, so that errors of long ago lose influence and every
-    expert keeps some weight (fixed share).
+    For every request that needs blocks one expert is drawn, by weight, and its victims are
+    evicted. The keys of their blocks become ghosts of all experts that had the same victim.
+    If a request misses keys among the ghosts of an expert, the weight of that expert shrinks
+    by `rate` times their share of the missed tokens; then `discount` of all weight is
+    distributed evenly, so that old errors lose influence and every expert keeps some weight
+    (fixed share).
 
-    A draw depends on the seed and the request for which room is made alone. A victim stays
-    the victim until it has left or is used. Every expert keeps its order of all spans: time
-    and memory are the sum of theirs.
+    A draw depends only on the seed and the id of the request that needs blocks. A victim
+    stays the victim until it has left or is used. Every expert keeps its order of all spans:
+    time and memory are the sums over the experts.
 
     `span.data` is a tuple with the `ExpertSpan` of each expert.
 
@@ -69,8 +69,8 @@ class Adaptive(EvictionPolicy):
         experts: names, with `+` between them, such as `lru+lfu:half_life=inf`; in code also
             policies. At least two; none that sets `span.expires`.
         rate: the learning rate, 0 to 1.
-        discount: the share of all weight that is shared out with every regret, 0 to 1.
-        ghosts: tokens remembered per expert, as a share of the pool's.
+        discount: the share of all weight that is distributed evenly after each miss, 0 to 1.
+        ghosts: tokens of ghosts for each expert, as a share of the pool.
         seed: number from which all draws are derived.
 
     Source: Vietri et al., "Driving cache replacement with ML-based LeCaR", HotStorage 2018
@@ -92,7 +92,7 @@ class Adaptive(EvictionPolicy):
         ghosts: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """Store the options and build the experts, all with one weight."""
+        """Store the options and build the experts, with equal weights."""
         for option, share in (("rate", rate), ("discount", discount)):
             if not 0 <= share <= 1:
                 msg = f"adaptive: {option}={share} must be 0 to 1"
@@ -147,13 +147,13 @@ class Adaptive(EvictionPolicy):
             on_extend(span.data[index], blocks)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Call the experts, with views of the new span."""
+        """Call the experts, with a span of their own for `upper`."""
         upper.data = self._expert_spans(upper)
         for index, on_split in self._on_split:
             on_split(upper.data[index], lower.data[index])
 
     def on_pin(self, span: Span) -> None:
-        """Call the experts. A span that is used is no victim any more."""
+        """Call the experts. A span that is used is no longer the victim."""
         if self._chosen is not None and self._chosen[0] is span:
             self._chosen = None
         for index, on_pin in self._on_pin:
@@ -243,7 +243,7 @@ class Adaptive(EvictionPolicy):
         return tuple([ExpertSpan(span, index) for index in range(len(self._experts))])
 
     def _calls(self, callback: str) -> list[tuple[int, Callable[..., Any]]]:
-        """Return the experts that define `callback`: their indices, and what to call."""
+        """Return the index and the bound method of each expert that defines `callback`."""
         found = ((at, find_override(each, callback)) for at, each in enumerate(self._experts))
         return [(at, override) for at, override in found if override is not None]
 

@@ -6,17 +6,17 @@ from typing import ClassVar
 
 from kvcore import Request, Span
 from kvcore.cache import GhostTree, LazyHeap
-from kvcore_plugins.eviction.queues import QueuePolicy, evictable_rest
+from kvcore_plugins.eviction.queues import QueuePolicy
 
 
 class ARC(QueuePolicy):
-    """Evict the least recent of the spans used once, or of those used again.
+    """Evict the least recent of the spans used once, or of the spans used again.
 
-    Misses decide between the two. `T1` holds what was used once, `T2` what was used again,
-    `B1` and `B2` are the ghosts of both. A miss on what `B1` remembers raises the
-    target size of `T1`, one on what `B2` remembers lowers it, the more so the smaller
-    that ghost is beside the other. The victim comes from `T1` if that is above its
-    target. `T1` and `B1` together hold a pool's worth at most, all four twice that.
+    Misses decide between the two. Queue `T1` has the spans used once, `T2` the spans used
+    again, and `B1` and `B2` are their ghosts. A miss on keys in `B1` raises the target size of
+    `T1`, a miss on keys in `B2` lowers it; the step is larger, the smaller that ghost is beside
+    the other. The victim comes from `T1` if this is above its target. `T1` and `B1` together
+    hold as many tokens as the pool at most, all four twice as many.
 
     Variant: as published, with a real-valued target and steps of max(1, ratio of the
     ghosts) per token.
@@ -38,7 +38,6 @@ class ARC(QueuePolicy):
 
     _target = 0.0
     _hit_b2: int | str | None = None
-    _victim: Span | None = None
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; create the queues and their ghosts."""
@@ -52,11 +51,9 @@ class ARC(QueuePolicy):
         """Insert `span` into its queue by the order of release."""
         self._queues[span.data].push((span.released_order, span.id, span))
 
-    def leave(self, span: Span) -> None:
-        """Remove `span` from its queue."""
-        self._queues[span.data].discard(span)
-        if span is self._victim:
-            self._victim = None
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the heap of T1 or T2."""
+        return self._queues[span.data]
 
     def on_insert(self, span: Span, now: int) -> None:
         """Assign `span` to T1, or to T2 if it was evicted not long ago."""
@@ -81,9 +78,7 @@ class ARC(QueuePolicy):
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Move `span` from its queue to the ghost of that queue."""
-        victim = evictable_rest(span) if span is self._victim else self._victim
-        self.leave(span)
-        self._victim = victim
+        super().on_remove(span, reason)
         self.on_trim(span, span.blocks)
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
@@ -99,9 +94,9 @@ class ARC(QueuePolicy):
         self._hit_b2 = request.id if again else None
 
     def victim(self, now: int) -> Span:
-        """Return the least recent of T1 if that is above its target, else of T2.
+        """Return the least recent span of T1 if that is above its target, else of T2.
 
-        At its target T1 gives way only to a request that B2 remembers.
+        If T1 is at its target, its span is returned only for a request with keys in B2.
         """
         if self._victim is None:
             tokens, target = self._tokens[0], self._target

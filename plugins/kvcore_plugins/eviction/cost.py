@@ -8,13 +8,14 @@ from kvcore import ScoreEviction, Span
 
 
 class Cost(ScoreEviction):
-    """Evict what is cheapest to lose: frequency × recompute cost per block, with ageing.
+    """Evict the block with the lowest frequency × recompute cost, with ageing.
 
     The score of a block is H = L + frequency · cost. Its cost is the seconds to compute it
     again, which grow with its depth, since its queries attend to all tokens before it. L,
-    the inflation value, rises to the score of every victim and enters H at each use, so that
-    blocks used long ago fall behind new ones. All blocks have one size, so the division by
-    size of the published formula has no effect. O(log leaves) per event.
+    the inflation value, rises to the score of every victim, and H has the L of the last use:
+    blocks that have not been used for long have lower scores than new ones. All blocks have
+    one size, so the division by size in the published formula has no effect. O(log leaves)
+    per event.
 
     `span.data` is L at the latest use.
 

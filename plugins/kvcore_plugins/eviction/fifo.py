@@ -8,7 +8,7 @@ from kvcore import ScoreEviction, Span
 
 
 class FIFO(ScoreEviction):
-    """Evict the span stored first, used since or not: the baseline that ignores reuse."""
+    """Evict the span that was stored first, whether it was used or not: a baseline."""
 
     name: ClassVar[str] = "fifo"
     fixed_order: ClassVar[bool] = True

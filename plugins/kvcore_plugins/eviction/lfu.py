@@ -28,9 +28,8 @@ class LFU(ScoreEviction):
         unit: `s`, seconds (the default); `accesses`, admissions to the cache, whichever spans
             they use; `touches`, the span's own uses, so that nothing decays while idle.
         decay: in place of `half_life`, the factor per access or touch, as in
-            score = score · decay + 1. With 0.9 the third use in a row scores 2.71, and
-            ten accesses later it is 0.94 (`accesses`, the default) or still 2.71
-            (`touches`).
+            score = score · decay + 1. With 0.9 the score is 2.71 after three uses in a row;
+            ten accesses later it is 0.94 (`accesses`, the default) or still 2.71 (`touches`).
 
     Source: Robinson and Devarakonda, "Data cache management using frequency-based
     replacement", SIGMETRICS 1990 (ageing); Lee et al., "LRFU", IEEE TC 2001 (exponential).
@@ -44,7 +43,7 @@ class LFU(ScoreEviction):
         unit: Literal["s", "accesses", "touches"] | None = None,
         decay: float | None = None,
     ) -> None:
-        """Store the options, with the defaults of those that depend on one another."""
+        """Store the options; the default of one may depend on another."""
         if unit is None:
             unit = "s" if decay is None else "accesses"
         elif unit not in UNITS:
@@ -129,8 +128,8 @@ class LFU(ScoreEviction):
         return divide(ONE, exp2(denominator, numerator))
 
 
-# Weights leave the range of a float after 1024 half-lives, and are to compare equal on every
-# machine. So they are pairs, and computed with correctly rounded operations only (+, *, sqrt,
+# Weights exceed the range of a float after 1024 half-lives, and must be the same on every
+# machine. So a weight is a pair, computed with correctly rounded operations only (+, *, sqrt,
 # ldexp): the last bits of pow() and exp() differ between machines.
 
 ScaledFloat: TypeAlias = tuple[int, float]

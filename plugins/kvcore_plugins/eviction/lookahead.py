@@ -1,4 +1,4 @@
-"""Look-ahead: the queue of waiting requests as an oracle."""
+"""Lookahead: eviction by the prompts of the waiting requests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvcore.request import Key
 
 
 class Lookahead(ScoreEviction):
-    """Evict what no waiting request needs, as LRU does; then what is needed furthest ahead.
+    """Evict blocks that no waiting request needs, by LRU; then those that are needed last.
 
-    A block is needed by the first request, in the order in which they queued up, whose
-    prompt it is part of. Blocks of one span may be needed at different times: of a victim
-    only the end that is needed last, or not at all, leaves at once. In a server the
-    requests are those in its waiting queue, whatever the option says; in untimed replay
-    they are the next ones of the workload.
+    A block is needed by the first request, in the order of the queue, whose prompt contains
+    it. Blocks of one span may be needed at different times: of a victim, only the end that is
+    needed last, or not at all, is evicted at once. In a server the requests are those in its
+    waiting queue, whatever the option; in untimed replay they are the next ones of the
+    workload.
 
-    With all requests known, it hits what the optimum hits that must admit. With none, it
-    is LRU. O(log leaves) per event; O(keys · log waiting) for a request that starts or
-    ceases to wait.
+    With all requests known, it hits as much as the optimum that must admit every request.
+    Without any, it is LRU. O(log leaves) per event; O(keys · log waiting) for a request that
+    enters or leaves the queue.
 
     Options:
         requests: number of following requests that untimed replay announces; `all` reads
-            all there are into memory.
+            the whole workload into memory.
 
     Source: Belady, IBM Systems Journal 1966, with a window; per block of a prefix tree.
     """
@@ -81,7 +81,7 @@ class Lookahead(ScoreEviction):
         return (False, 0) if turn == inf else (True, -turn)
 
     def evictable_blocks(self, span: Span) -> int:
-        """Return how many blocks at the end of `span` are needed as late as its last one."""
+        """Return the number of blocks at the end of `span` needed as late as its last one."""
         ratio, keys = span.geometry.ratio, span.path_keys
         last = (span.end - 1) // ratio
         # A request that needs a block needs those before it: turns only rise along a path.

@@ -16,8 +16,8 @@ class LRU(EvictionPolicy):
     evictable leaf. No timestamps, no heap: O(1) per event.
 
     Options:
-        renew_split: whether a request that parts from a cached prompt inside a span makes
-            the rest of the span, which it does not hit, the most recent, as SGLang does.
+        renew_split: whether a hit that ends inside a span makes the rest of the span, which it
+            does not hit, the most recent, as in SGLang.
     """
 
     name: ClassVar[str] = "lru"
@@ -39,7 +39,7 @@ class LRU(EvictionPolicy):
         del self._order[span]
 
     def on_release(self, span: Span, now: int) -> None:
-        """Append `span`, which is the most recent now."""
+        """Append `span` as the most recent one."""
         self._order[span] = None
 
     def on_split(self, upper: Span, lower: Span) -> None:

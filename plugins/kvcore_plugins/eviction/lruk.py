@@ -14,16 +14,16 @@ uncorrelated uses, 0 where there is none."""
 
 
 class LRUK(ScoreEviction):
-    """Evict the span whose k-th last use is the longest ago; used less than k times: first.
+    """Evict the span whose k-th last use is the longest ago; spans with fewer uses first.
 
-    Ties, and so all spans used less than k times, go by LRU. Time is counted in admissions
-    to the cache. A use within `correlated` admissions of the one before belongs to it: it
-    does not count, and the time between the two is taken out of the history. Uses are
-    retained by block key when a block is evicted, so that one that comes back again and
-    again is known; the history of the block evicted the longest ago is dropped first.
+    LRU decides ties, and so among all spans with fewer than k uses. Time is counted in
+    admissions to the cache. A use within `correlated` admissions of the previous one does not
+    count, and the time between the two is removed from the history. When a block is evicted,
+    its uses are retained by block key, so that they count if it is stored again; the history
+    of the block evicted the longest ago is dropped first.
 
     Fitted to spans: a span has one history. Blocks that are stored together get the history
-    of the first of them, which is in as many prompts as the others or more. O(log leaves)
+    of the first of them, which is in at least as many prompts as the others. O(log leaves)
     per event, O(keys) for blocks that are evicted.
 
     Variant: the published one, except that a span in its correlated period may be evicted,
@@ -63,7 +63,7 @@ class LRUK(ScoreEviction):
         self._retained: OrderedDict[Key, Uses] = OrderedDict()
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Count a use, after those retained."""
+        """Count a use, in addition to the retained ones."""
         first = span.path_keys[span.start // span.geometry.ratio]
         _, *uses = self._retained.get(first, (0,) * (self.k + 1))
         span.data = (span.last_hit_order, span.last_hit_order, *uses[:-1])
@@ -93,7 +93,7 @@ class LRUK(ScoreEviction):
         super().on_remove(span, reason)
 
     def score(self, span: Span, now: int) -> int:
-        """Return the serial number of its k-th last use, 0 if there were fewer."""
+        """Return the serial number of the k-th last use, or 0 if there were fewer."""
         kth: int = span.data[self.k]
         return kth
 

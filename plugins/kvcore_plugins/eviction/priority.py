@@ -11,8 +11,8 @@ class Priority(ScoreEviction):
     """Evict the span with the lowest retention priority, least recent first among equals.
 
     Priorities, 1 to 100, come with requests by token range (`Request.retention`); without
-    a hint a span has 35. When the duration of a hint ends the span has 35 again, from that
-    very moment. With no hints at all this is LRU. O(log leaves) per event.
+    a hint a span has 35, and so it has after the duration of its hint. Without hints this is
+    LRU. O(log leaves) per event.
 
     Source: the retention hints of TensorRT-LLM (`KvCacheRetentionConfig`).
     """

@@ -1,4 +1,4 @@
-"""The base of queue policies: an order of evictable leaves, and spans of one history."""
+"""The base class of queue policies, with queues of spans and heaps of evictable leaves."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 from kvcore import EvictionPolicy, Span
+from kvcore.cache import LazyHeap
 
 
 class QueuePolicy(EvictionPolicy):
     """Base of the policies that keep spans in queues.
 
     The position of a span in its queue is stored in `span.data`, a value that is replaced
-    and never changed. A split copies it. Only evictable leaves are searched for a victim,
-    so a derived class defines how one enters the order that `victim` reads, and leaves it.
+    and never changed. A split copies it. A victim is searched for among the evictable
+    leaves alone, so a heap for each queue holds these, in the order of the queue.
+
+    A derived class that stores its victim in `_victim` keeps it until the span has left the
+    cache or is pinned.
     """
+
+    _victim: Span | None = None
+
+    @abstractmethod
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the heap with the evictable leaves of the queue that `span` is in."""
 
     @abstractmethod
     def enter(self, span: Span) -> None:
-        """Insert `span`, which has become an evictable leaf, into the order."""
+        """Insert `span`, which has become an evictable leaf, into the heap of its queue."""
 
-    @abstractmethod
     def leave(self, span: Span) -> None:
-        """Remove `span` from the order if it is in."""
+        """Remove `span` from the heap of its queue if it is there."""
+        self.queue_of(span).discard(span)
+        if span is self._victim:
+            self._victim = None
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Copy the position to the upper half."""
@@ -41,12 +53,18 @@ class QueuePolicy(EvictionPolicy):
         """Insert a span that has become a leaf."""
         self.enter(span)
 
+    def on_remove(self, span: Span, reason: str) -> None:
+        """Remove `span`; if a split had cut off its first blocks, they are the next victim."""
+        victim = _evictable_rest(span) if span is self._victim else self._victim
+        self.leave(span)
+        self._victim = victim
+
 
 def same_history(span: Span) -> Iterator[Span]:
-    """Yield `span` and the spans above it that were one with it before a split.
+    """Yield `span` and the spans above it that splits have cut off from it.
 
-    They were created and hit by the same requests, so a queue moves them together, as it
-    would have moved the undivided span.
+    The same requests created and hit them, so a queue moves them together, as it would have
+    moved the undivided span.
     """
     yield span
     above = span.parent
@@ -56,10 +74,10 @@ def same_history(span: Span) -> Iterator[Span]:
         above = above.parent
 
 
-def evictable_rest(span: Span) -> Span | None:
-    """Return the upper half of the split that made `span`, which was just removed.
+def _evictable_rest(span: Span) -> Span | None:
+    """Return the span that a split had cut off from `span`, which is being removed.
 
-    None if there is no such span, or if it is not evictable.
+    None if there is none, or if it is not evictable.
     """
     parts = same_history(span)
     next(parts)

@@ -9,12 +9,12 @@ from kvcore import EvictionPolicy, Span
 
 
 class Random(EvictionPolicy):
-    """Evict an evictable span chosen at random: the baseline without any knowledge.
+    """Evict an evictable span drawn at random: a baseline.
 
     All unpinned leaves are equally likely. A draw depends on the seed, the request that
-    needs the room, the time, and the number of victims which that request had before; never
-    on draws for other requests. A victim stays the victim until it has left or is used.
-    O(1) per event.
+    needs blocks, the time, and the number of earlier victims for that request, not on draws
+    for other requests. A victim stays the victim until it has left or is used. O(1) per
+    event.
 
     Options:
         seed: number from which all draws are derived.

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue that filters, a main one that keeps, and a ghost."""
+"""S3-FIFO: a small queue, a main queue, and a ghost queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 from kvcore import InputError, Span
 from kvcore.cache import GhostTree, LazyHeap
-from kvcore_plugins.eviction.queues import QueuePolicy, evictable_rest, same_history
+from kvcore_plugins.eviction.queues import QueuePolicy, same_history
 
 MAX_FREQUENCY = 3
 """Hits are counted in two bits."""
@@ -21,31 +21,29 @@ class Position(NamedTuple):
 
 
 class S3FIFO(QueuePolicy):
-    """Evict spans that are not hit while they pass through a small queue; keep the others.
+    """Evict spans that are not hit while they are in a small queue; keep the others.
 
-    A span enters the small queue S, or the main queue M if it was evicted from S not long
-    ago. Victims come from S while that has its share of the pool, else from M, the oldest
-    first. The oldest of S moves to M if it was hit `promote` times; otherwise it is evicted,
-    and remembered in the ghost queue G. The oldest of M is reinserted at the new end as often
+    A span enters the small queue S, or the main queue M if its keys are in the ghost queue G.
+    Victims come from S while it has its share of the pool, otherwise from M, the oldest
+    first. The oldest span of S moves to M if it was hit `promote` times; otherwise it is
+    evicted, and its keys enter G. The oldest span of M is reinserted at the new end as often
     as it was hit, at most 3 times.
 
-    Variant: that of the authors' simulator. The frequency of a span is 0 again once it is in
-    M, a move to M evicts nothing from M by itself, and a victim that is searched for in S
-    is searched for there until S is empty. G is looked up when a span is stored, after room
-    has been made for it.
+    Variant: that of the authors' simulator. The frequency of a span is reset to 0 when it
+    moves to M, a move to M does not evict from M, and a search for a victim in S goes on there
+    until S is empty. G is looked up when a span is stored, after the evictions for it.
 
-    Fitted to spans: the unit of the queues is the span and their sizes are tokens. A
+    Fitted to spans: the unit of the queues is the span, and their sizes are tokens. A
     victim is the oldest *evictable leaf* of its queue: a span that is pinned or has children
     keeps its position and its frequency. A span that loses its tail stays the victim until
-    it has left or is pinned. A run counts as remembered if at least half of its tokens are
-    when it is first stored. O(log leaves) per event, amortised: a span that is reinserted
-    was hit before.
+    it has left or is pinned. A span is in G if at least half of its tokens are when it is
+    first stored. O(log leaves) per event, amortised: a span that is reinserted was hit before.
 
     `span.data` is the `Position` of the span.
 
     Options:
         small: the share of the pool for the small queue, above 0 and below 1.
-        ghost: how much is remembered, as a share of the pool, 0 or more.
+        ghost: tokens in the ghost queue, as a share of the pool, 0 or more.
         promote: hits that move a span from the small queue to the main one, 1 to 3.
 
     Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache
@@ -56,7 +54,6 @@ class S3FIFO(QueuePolicy):
 
     _small_tokens = 0
     _last_order = 0
-    _victim: Span | None = None
 
     def __init__(self, small: float = 0.1, ghost: float = 0.9, promote: int = 2) -> None:
         """Store the options."""
@@ -87,16 +84,14 @@ class S3FIFO(QueuePolicy):
 
     def enter(self, span: Span) -> None:
         """Insert `span` into its queue at its position."""
-        self._queue_of(span).push((span.data.order, span.id, span))
+        self.queue_of(span).push((span.data.order, span.id, span))
 
-    def leave(self, span: Span) -> None:
-        """Remove `span` from its queue."""
-        self._queue_of(span).discard(span)
-        if span is self._victim:
-            self._victim = None
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the heap of the main queue, or of the small one."""
+        return self._main if span.data.in_main else self._small
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Append `span` to a queue: to the main one if it was evicted not long ago."""
+        """Append `span` to a queue: to the main one if its keys are in the ghost queue."""
         self._last_order += 1
         in_main = 2 * self._ghosts.forget(span) >= span.tokens
         span.data = Position(in_main, self._last_order, 0)
@@ -113,20 +108,18 @@ class S3FIFO(QueuePolicy):
         span.data = position._replace(frequency=min(position.frequency + 1, MAX_FREQUENCY))
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Remember blocks that left the small queue."""
+        """Add blocks that left the small queue to the ghost queue."""
         if not span.data.in_main:
             self._count(span, -blocks)
             self._ghosts.add(span, blocks)
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Remove `span` from its queue, and remember it if that is the small one."""
-        victim = evictable_rest(span) if span is self._victim else self._victim
-        self.leave(span)
-        self._victim = victim
+        """Remove `span` from its queue; from the small one it enters the ghost queue."""
+        super().on_remove(span, reason)
         self.on_trim(span, span.blocks)
 
     def victim(self, now: int) -> Span:
-        """Return the oldest span without the hits to stay; move those before it that have."""
+        """Return the oldest span with too few hits; spans before it move to the main queue."""
         queue = (
             self._main
             if self._small_tokens < self._small_target and self._main
@@ -144,9 +137,6 @@ class S3FIFO(QueuePolicy):
                 self._victim = span
         return self._victim
 
-    def _queue_of(self, span: Span) -> LazyHeap[Span]:
-        return self._main if span.data.in_main else self._small
-
     def _append_to_main(self, span: Span, frequency: int) -> None:
         """Move `span` to the new end of the main queue, with the spans of its history."""
         self.leave(span)
@@ -157,6 +147,6 @@ class S3FIFO(QueuePolicy):
         self.enter(span)
 
     def _count(self, span: Span, blocks: int) -> None:
-        """Add `blocks` blocks of `span` to the size of the small queue, if it is in that."""
+        """Add `blocks` blocks to the size of the small queue if `span` is in it."""
         if not span.data.in_main:
             self._small_tokens += blocks * self.block_size

@@ -1,4 +1,4 @@
-"""SIEVE: a queue, a bit, and a hand."""
+"""SIEVE: a queue, a bit for each span, and a hand."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SIEVE(QueuePolicy):
     or has children and leaves its bit alone. A span that loses its tail keeps the hand until
     it has left or is hit. On one-key requests this is the published algorithm.
 
-    The hand does not walk: it takes the first of the evictable leaves that are ahead of
-    it, and those behind wait for the next lap. So what it passes costs nothing, and each
-    event O(log leaves), amortised: a bit that is cleared was set by a hit.
+    The hand does not visit each span: it moves to the first of the evictable leaves ahead of
+    it, and those behind it are next in the following lap. So spans between cost nothing, and
+    each event O(log leaves), amortised: a bit that is cleared was set by a hit.
 
     `span.data` is the `Position` of the span.
 
@@ -52,11 +52,11 @@ class SIEVE(QueuePolicy):
 
     def enter(self, span: Span) -> None:
         """Insert `span` where the hand meets it: in this lap if it is ahead, else the next."""
-        self._side(span).push((span.data.order, span.id, span))
+        self.queue_of(span).push((span.data.order, span.id, span))
 
-    def leave(self, span: Span) -> None:
-        """Remove `span`, so that the hand passes it."""
-        self._side(span).discard(span)
+    def queue_of(self, span: Span) -> LazyHeap[Span]:
+        """Return the leaves on the side of the hand on which `span` is."""
+        return self._behind if span.data.order < self._hand else self._ahead
 
     def on_insert(self, span: Span, now: int) -> None:
         """Append `span` to the queue."""
@@ -95,10 +95,6 @@ class SIEVE(QueuePolicy):
                 part.data = Position(self._hand, visited=False)
             self._ahead.discard(span)
             self._behind.push((self._hand, span.id, span))
-
-    def _side(self, span: Span) -> LazyHeap[Span]:
-        """Return the leaves on that side of the hand on which `span` is."""
-        return self._behind if span.data.order < self._hand else self._ahead
 
     def _begin_again(self) -> None:
         """Move the hand back to the oldest span."""

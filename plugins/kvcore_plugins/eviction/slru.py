@@ -9,12 +9,12 @@ from kvcore import EvictionPolicy, InputError, Span
 
 
 class SLRU(EvictionPolicy):
-    """Evict what has been used once, least recent first, before what was used again.
+    """Evict spans used once, least recent first, before spans used again.
 
-    A span starts in the probationary segment; a hit moves it to the protected segment. When
-    the protected segment outgrows its share of the pool, its least recent spans go back to
-    the recent end of the probationary segment, whole, until it fits. Segments hold unpinned
-    spans and are measured in blocks. O(1) per event.
+    A span starts in the probationary segment; a hit moves it to the protected segment. While
+    the protected segment is larger than its share of the pool, its least recent span moves
+    whole to the recent end of the probationary segment. Segments contain unpinned spans, and
+    their sizes are blocks. O(1) per event.
 
     `span.data` is whether the span belongs to the protected segment.
 
@@ -67,7 +67,7 @@ class SLRU(EvictionPolicy):
             del self._probation[span]
 
     def on_release(self, span: Span, now: int) -> None:
-        """Append `span` to its segment, and demote what no longer fits."""
+        """Append `span` to its segment; demote spans if the protected one is too large."""
         if not span.data:
             self._probation[span] = None
             return

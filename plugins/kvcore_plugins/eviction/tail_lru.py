@@ -1,4 +1,4 @@
-"""Tail-optimised LRU: evict first what cannot change the tail of TTFT."""
+"""Tail-optimised LRU: evict blocks first whose loss does not change the tail of TTFT."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ UNITS = ("s", "tokens")
 
 
 class TailLRU(ScoreEviction):
-    """Evict first what a conversation can lose and still answer in time, then as LRU.
+    """Evict blocks first that a conversation can lose and still answer in time, then by LRU.
 
-    A conversation of L tokens comes back with L + `turn` tokens. Those of them that are not
-    cached have to be computed; as long as that stays within the threshold, its time to first
-    token is no part of the tail. So blocks at its end are surplus as far as computing them,
-    and the new turn, stays within the threshold. Surplus is evicted first, that of the least
-    recent conversation before others; if there is none, this is LRU.
+    The next prompt of a conversation of L tokens has L + `turn` tokens. Those that are not
+    cached are computed; while that takes no longer than the threshold, its time to first
+    token is not in the tail. So the last blocks of a conversation are surplus if they, and
+    the new turn, can be computed within the threshold. Surplus blocks are evicted first, those
+    of the least recent conversation before others; without surplus, this is LRU.
 
-    Fitted to spans: a path from the root is a conversation, L the furthest that any prompt
-    through a span has been cached; where prompts part, their common blocks belong to the
-    longest. Surplus is counted in whole keys. Of a victim no more than its surplus leaves
-    at once. Answers that are not cached, and partial blocks, are part of `turn`.
+    Fitted to spans: a path from the root is a conversation, and L is the greatest length to
+    which a prompt through a span has been cached; common blocks of several prompts belong to
+    the longest. Surplus is counted in whole keys. Of a victim no more than its surplus is
+    evicted at once. Answers that are not cached, and partial blocks, are part of `turn`.
     O(log leaves + log keys) per event, and O(spans of the path) when one is stored.
 
     `span.data` is L in blocks.
 
     Options:
-        threshold: the time to first token to keep, in the unit below.
-        unit: `s`, seconds by the cache's recompute cost (the default), or `tokens`, those
-            left to compute.
-        turn: tokens that the next turn is expected to add.
+        threshold: the target of the time to first token, in the unit below.
+        unit: `s`, seconds by the recompute cost of the cache (the default), or `tokens` to
+            compute.
+        turn: expected tokens of the next turn.
 
     Source: Zhang, Li, Moallemi and Peng, "Tail-optimized caching for LLM inference",
     NeurIPS 2025 (T-LRU).
@@ -57,11 +57,11 @@ class TailLRU(ScoreEviction):
         self.turn = turn
 
     def on_insert(self, span: Span, now: int) -> None:
-        """Store in the path how far its conversation extends now."""
+        """Store the new length of the conversation in the path."""
         self._store_length(span)
 
     def on_extend(self, span: Span, blocks: int) -> None:
-        """Store in the path how far its conversation extends now."""
+        """Store the new length of the conversation in the path."""
         self._store_length(span)
 
     def on_split(self, upper: Span, lower: Span) -> None:

@@ -1,4 +1,4 @@
-"""W-TinyLFU: a window, and a main part that only the more frequent enter."""
+"""W-TinyLFU: a window, and a main part that only more frequent spans enter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcore import InputError, ScoreEviction, Span
 from kvcore.request import Key
 
 PROBATION, PROTECTED, WINDOW = range(3)
-"""The segments, in the order in which victims are looked for in them."""
+"""The segments, in the order in which they are searched for a victim."""
 
 
 class Position(NamedTuple):
@@ -21,26 +21,25 @@ class Position(NamedTuple):
 
 
 class TinyLFU(ScoreEviction):
-    """Admit new spans to the main part only if they are used more than what would leave.
+    """Admit new spans to the main part only if they are used more often than its victim.
 
-    New spans enter the window, an LRU of a small share of the pool. What the window has no
-    room for goes to the main part, a segmented LRU: to the recent end of probation, as a
-    *candidate*. At the next eviction the least recent span of the main part, the *victim*
-    (of probation, else of the protected), is compared with the oldest candidate: the one used
-    less often leaves, at a tie the candidate. A candidate that wins is admitted, and the next
-    one is compared; once none is left the victim leaves. A hit in the main part promotes to
-    the protected segment, whose least recent spans go back to probation.
+    New spans enter the window, an LRU of a small share of the pool. While the window is larger
+    than its share, its least recent span moves to the main part, a segmented LRU: to the recent
+    end of probation, as a *candidate*. At the next eviction the least recent span of the main
+    part, the *victim* (of probation, else of the protected segment), is compared with the
+    oldest candidate that is a leaf: the less frequent one is evicted, at a tie the candidate.
+    A hit in the main part moves a span to the protected segment, whose least recent spans move
+    back to probation.
 
     Frequencies are those of block keys in a `FrequencySketch`, sized by the pool, whose
     counts are halved after `period` uses for each key of the pool.
 
     Fitted to spans and leaves: a use of a span is a use of each of its keys; its frequency
     is that of its last key, the one that would leave. Only leaves are candidates. The
-    published policy compares as it inserts; here a new span is cached in any case, and
-    compared when room is needed next, so candidates are decided on with the eviction that
-    follows. A partly evicted span stays the victim until it has left or is used. Segments
-    hold unpinned spans, whole, and are measured in blocks. O(log leaves) per event, O(keys)
-    for a use.
+    published policy compares when it inserts; here a new span is cached in any case, and
+    compared at the next eviction. A partly evicted span stays the victim until it has left or
+    is used. Segments contain whole, unpinned spans, and their sizes are blocks. O(log leaves)
+    per event, O(keys) for a use.
 
     `span.data` is the `Position` of the span.
 
@@ -113,7 +112,7 @@ class TinyLFU(ScoreEviction):
         super().on_pin(span)
 
     def on_release(self, span: Span, now: int) -> None:
-        """Append `span` to its segment, and move on what no longer fits."""
+        """Append `span` to its segment; move spans on if a segment is too large."""
         self._append(span, span.data.segment)
         super().on_release(span, now)
         for segment in (WINDOW, PROTECTED):
@@ -173,9 +172,9 @@ class TinyLFU(ScoreEviction):
             self._blocks_in[segment] += span.blocks
 
     def _move_on(self, segment: int) -> None:
-        """Move the least recent span of `segment` to probation: a candidate, if of the window.
+        """Move the least recent span of `segment` to probation, from the window as a candidate.
 
-        Candidates that remain from before the last eviction were decided on by it.
+        Candidates from before the last eviction are dropped: it has decided about them.
         """
         span, _ = self._segments[segment].popitem(last=False)
         self._blocks_in[segment] -= span.blocks

@@ -1,4 +1,4 @@
-"""Tool TTL: keep what waits for a tool as long as it is likely to return in time."""
+"""Tool TTL: keep the prefix of a session while its tool is likely to return soon."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ _BUCKETS = 21
 """Ages fall in buckets: below 2^27 ns (0.13 s), up to twice as much, ..., 2^46 ns (20 h)."""
 
 _TAIL = 0.3
-"""Share of the waits that end in a bucket, of those that reach it, where nothing is known."""
+"""Share of the waits that end in a bucket, of those that reach it, without observations."""
 
 _MOST_SESSIONS = 1 << 16
 _MOST_WAITS = 8
 
 Wait: TypeAlias = tuple[int, Key, str, int]
-"""(place, key): the prompt that ends it has this key there; the tool; ns when it began."""
+"""(place, key, tool, since): a prompt with this key at this place ends the wait, which began
+at `since` (ns)."""
 
 
 class ToolTTL(ScoreEviction):
-    """Evict the prefix that is least worth its memory until its session returns.
+    """Evict the prefix with the lowest expected saving for its memory.
 
     When a request of a session ends, the session waits for the tool that the answer calls
-    (`Request.tool`), or for its user. To keep its prefix up to an age T saves the seconds to
-    compute a block again, or to load it from a tier, if it returns by then; it costs memory
-    as long as it waits, but T at most. The score is the best ratio of the two over all T.
-    What the memory is worth to others is the score of the victim: so every prefix has a time
-    to live, which is longer where memory is ample, and by tool: what waits for a slow one
-    outlives what has waited a little too long for a fast one.
+    (`Request.tool`), or for its user. Keeping its prefix up to an age T saves the seconds to
+    compute a block again, or to load it from a tier, if the session returns by then; the cost
+    is the memory until it returns, or until T. The score is the best ratio of the two over all
+    T. So every prefix has a time to live: it is longer in a larger pool, and for a slower tool.
 
-    How long a tool takes is learned online, as a histogram of ages in powers of two for each
-    name: how many of the waits that reached an age ended there. Few waits lean on those for
-    all tools, and these on a heavy tail: the older, the less likely to end soon, as LRU has
-    it. A wait ends when its session sends a prompt with the first 15/16 of the keys of the
-    one before. What belongs to no session has the heavy tail alone. O(log leaves) per event,
-    and now and then O(sessions); a score changes when an age enters the next bucket.
+    The times of tools are estimated online, by a histogram for each name: of the waits that
+    reached an age, in powers of two, the share that ended there. With few waits the estimate
+    is near that for all tools, and this near a heavy tail, for which older waits are less
+    likely to end soon, as in LRU. A wait ends when its session sends a prompt with the first
+    15/16 of the keys of the previous one. Prefixes without a session have the heavy tail alone.
+    O(log leaves) per event, and at intervals O(sessions); a score changes when the age enters
+    the next bucket.
 
     `span.data` is (tool, ns of the release).
 
     Options:
-        prior: waits that what is known before them weighs as much as.
+        prior: weight of the estimate without observations of the tool, in waits.
 
-    Source: a TTL by chance of return, cost of recomputing, and price of memory is that of
-    Li et al., "Continuum", arXiv 2511.02230, 2025. To rank by value per block-second, not to
-    set the price, is the idea of LHD: Beckmann, Chen and Cidon, NSDI 2018. Waits that have
-    not ended count as Kaplan and Meier have it (1958).
+    Source: a TTL by the chance of return, the cost of recomputing, and a price of memory: Li
+    et al., "Continuum", arXiv 2511.02230, 2025. A rank by value per block-second in place of
+    a price: LHD, Beckmann, Chen and Cidon, NSDI 2018. Waits that have not ended count as in
+    the estimator of Kaplan and Meier (1958).
     """
 
     name: ClassVar[str] = "tool-ttl"
@@ -66,7 +66,7 @@ class ToolTTL(ScoreEviction):
         self.prior = prior
 
     def attach(self, blocks: int, block_size: int) -> None:
-        """Store the size of the pool; nothing is known yet."""
+        """Store the size of the pool and create empty histograms."""
         super().attach(blocks, block_size)
         self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
         # By tool, how many waits have ended in each bucket, and were given up in it.
@@ -108,7 +108,7 @@ class ToolTTL(ScoreEviction):
                 self._give_up(wait, now)
 
     def on_release(self, span: Span, now: int) -> None:
-        """Store what `span` waits for from now on."""
+        """Store the tool for which `span` waits from now on."""
         if now != self._ended_at:  # a preemption, or the end of a client's pin
             tool = None if span.data is None else span.data[0]
         else:
@@ -117,7 +117,7 @@ class ToolTTL(ScoreEviction):
         super().on_release(span, now)
 
     def on_split(self, upper: Span, lower: Span) -> None:
-        """Copy what it waits for to the upper half."""
+        """Copy tool and time to the upper half."""
         upper.data = lower.data
         super().on_split(upper, lower)
 
@@ -175,10 +175,10 @@ def _bucket(age: int) -> int:
 def _hazards(
     ended: list[int], left: list[int], prior: list[float], weight: float
 ) -> list[float]:
-    """Return by bucket the share of the waits that reach it and end in it.
+    """Return by bucket the share of the waits that end in it, of those that reach it.
 
-    Those that `left` a bucket without an end, still open ones included, have only reached
-    those before it.
+    Waits that `left` a bucket without an end, and open ones, have reached only the buckets
+    before it.
     """
     reached = list(accumulate(reversed([a + b for a, b in zip(ended, left, strict=True)])))
     reached.reverse()

@@ -1,4 +1,4 @@
-"""Time to live: what a prompt cache with a lifetime does."""
+"""Time to live: a prompt cache whose entries expire."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvcore_plugins.eviction.lru import LRU
 
 
 class TTL(LRU):
-    """Expires spans `ttl` seconds after their last use; evicts as LRU under pressure.
+    """Expire spans `ttl` seconds after their last use; evict as LRU does.
 
-    An expired span no longer matches, however much room there is. A hit, and the end of a
-    use, restart its time. O(1) per event.
+    An expired span no longer matches, even if blocks are free. A hit, and the end of a use,
+    restart its time. O(1) per event.
 
     Options:
         ttl: seconds of idleness after which a span expires.

@@ -15,24 +15,24 @@ from kvcore.request import Key
 class Hashed(PrefixIndex):
     """Look up whole blocks by their chained keys, in one dictionary.
 
-    The key of a block stands for everything before it too, so a prompt needs no walk from
-    its beginning. A block is cached only if the one before it is: the end of a hit is found
-    by bisection, in O(log blocks) look-ups. Storing, splitting and evicting cost O(blocks).
+    The key of a block stands for all blocks before it too, so a lookup need not start at the
+    first block. A block is cached only if its predecessor is: the end of a hit is found by
+    bisection, in O(log blocks) lookups. Storing, splitting and evicting cost O(blocks).
 
     Options:
         spans: `runs` keeps blocks of one history in one span; `block` makes each block a span
-            of its own, as engines decide that keep block after block. Policies then choose
-            among blocks, and every step costs O(blocks).
+            of its own, as in engines that cache block by block. Policies then choose among
+            blocks, and every step costs O(blocks).
 
     Source: the block pool of vLLM (Kwon et al., 2023), which maps the hash of a block to
-    the block; here it is mapped to the span that the block is part of.
+    the block; here a key maps to the span of the block.
     """
 
     name: ClassVar[str] = "hashed"
     later_options = ("spans",)
 
     spans: Literal["runs", "block"] = attrs.field(default="runs")
-    # Where a key stands for several blocks, the second number tells them apart.
+    # The second number distinguishes the blocks of one key.
     _spans: dict[tuple[Key, int], Span] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:

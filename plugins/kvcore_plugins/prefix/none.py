@@ -1,4 +1,4 @@
-"""No prefix index: nothing is shared, every prompt is computed whole."""
+"""No prefix index: no block is shared, every prompt is computed whole."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvcore.request import Key
 
 
 class NoPrefix(PrefixIndex):
-    """Share nothing: the baseline, and what engines do with prefix caching off."""
+    """Share no blocks: a baseline, as engines without prefix caching do."""
 
     name: ClassVar[str] = "none"
     shares: ClassVar[bool] = False
 
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
-        """Find nothing: nothing is stored."""
+        """Return `after`: no block is stored."""
         del keys, limit
         return after, after.end

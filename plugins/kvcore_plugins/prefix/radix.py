@@ -15,12 +15,12 @@ class Radix(PrefixIndex):
 
     Block keys are chained, so a span matches iff its last key does, and where it does not
     the divergence is found by bisection: matching costs O(spans on the path + log keys).
-    Storing, splitting and evicting cost nothing, since the tree is kept anyhow.
+    Storing, splitting and evicting cost nothing, since the cache keeps the tree anyway.
 
     Options:
         evict: `blocks` evicts no more blocks than are missing, from the tail of a leaf; `leaf`
-            evicts leaves whole, as SGLang does, and what is left over is free. What each step
-            computes of a prompt is a leaf then, and all that a request generates is another.
+            evicts leaves whole, as SGLang does, and surplus blocks become free. Then the
+            blocks of each step of a prompt are a leaf, and all generated blocks another.
 
     Source: the radix tree of SGLang (Zheng et al., 2024, section 3), with runs of chained
     block keys in place of token strings.

@@ -1,20 +1,21 @@
-"""Blocks as they lie outside the process: each with a header that says what it should be.
+"""The format of blocks outside the process, each with a header that identifies it.
 
     offset  bytes
        0      4    b"KVB1": the format
-       4      1    what the key is: 0 not kept, 1 integer (decimal), 2 bytes, 3 text (UTF-8)
+       4      1    type of the key: 0 not stored, 1 integer (decimal), 2 bytes, 3 text (UTF-8)
        5      1    bytes of `parent`: 16, or 0 for the first block of a prompt
        6      2    bytes of the key, n
-       8      8    slot, 0 where slots have no places
+       8      8    slot, 0 if the store has no numbered slots
       16      8    position in the prompt, in blocks
-      24     16    chain: stands for all keys up to and with this one
+      24     16    chain: hash of all keys up to this one
       40     16    chain of the block before it
       56     16    XXH3-128 of the K/V
       72      n    key
-    72 + n   16    XXH3-128 of identity and size of the blocks, then of all before
+    72 + n   16    XXH3-128 of identity and size of the blocks, then of all fields before
 
-Numbers are little-endian. A header is right if its own hash is, and K/V are right if the header
-is, if it is that of the block that was asked for, and if their hash is the one it has.
+Numbers are little-endian. A header is intact if its own hash is right. K/V are intact if their
+header is, if it has the slot, position and chain of the requested block, and if it has their
+hash.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvcore.request import Key
 from kvcore.tiers import StoredBlock
 
 HEADER_BYTES = 512
-"""Room for a header: what a disk writes as a whole."""
+"""Bytes reserved for a header, which a disk writes as a whole."""
 
 _FIELDS = Struct("<4sBBHQQ16s16s16s")
 _MAGIC = b"KVB1"
@@ -36,14 +37,14 @@ _LONGEST_KEY = HEADER_BYTES - _FIELDS.size - _SUM_BYTES
 
 
 class Sealer:
-    """Makes headers and checks them, for blocks of `size` bytes of one `identity`.
+    """Makes and checks headers of blocks of `size` bytes of one `identity`.
 
     Attributes:
-        owner: 16 bytes that stand for both.
+        owner: hash of both, 16 bytes.
     """
 
     def __init__(self, identity: bytes, size: int) -> None:
-        """Store the hash function, and whose blocks these are."""
+        """Store the hash function, and the hash of size and identity."""
         package = import_extra("xxhash", "checksums of a tier need xxhash", "torch")
         self._hash: Any = package.xxh3_128
         self.owner: bytes = self._hash(size.to_bytes(8, "little") + identity).digest()
@@ -58,7 +59,7 @@ class Sealer:
         return fields + self._sum(fields)
 
     def unseal(self, header: bytes) -> StoredBlock | None:
-        """Return the block of `header`; None if it is damaged, or another model's."""
+        """Return the block of `header`; None if it is damaged, or of another identity."""
         fields = self._fields(header)
         if fields is None:
             return None
@@ -67,7 +68,7 @@ class Sealer:
         return StoredBlock(slot, position, key, chain, parent[:parent_bytes])
 
     def matches(self, block: StoredBlock, header: bytes, data: memoryview) -> bool:
-        """Return True if `header` is that of `block`, and `data` what it was made for."""
+        """Return True if `header` is that of `block`, and has the hash of `data`."""
         fields = self._fields(header)
         return (
             fields is not None
@@ -89,7 +90,7 @@ class Sealer:
 
 
 def _encoded(key: Key) -> tuple[int, bytes]:
-    """Return what a key is, and its bytes; 0 for one that no header can have."""
+    """Return the type of a key and its bytes; 0 and no bytes if it does not fit a header."""
     kind, text = 0, b""
     if type(key) is int and key.bit_length() < 8 * _LONGEST_KEY // 3:
         kind, text = 1, b"%d" % key

@@ -1,4 +1,4 @@
-"""A file on a disk, which outlives the process."""
+"""A tier in files on a disk, which outlive the process."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if sys.platform != "win32":
     import fcntl
 
 SCHEMA = 1
-"""The format of the files; others are of no use to this one, and are left alone."""
+"""The version of the file format; files of other versions are not read or changed."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes that are written or read at once: what the caches of a CPU hold while it hashes."""
+"""Bytes in one write or read: they stay in the caches of the CPU while they are hashed."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class Disk(Tier):
-    """Rest on a disk, and be found again by the next process.
+    """Store blocks in files on a disk, which the next process can use.
 
     The defaults of its link are those of one NVMe disk on four lanes of PCI Express 4.0.
 
-    In a run on tensors each model has two files in the directory, which are those of no other:
-    slots, which take room as they are written, and their headers, with checksums. What is read
-    and does not match its header is computed again. A header is written after the K/V that it
-    vouches for, so that a killed process leaves no half block.
+    In a run on tensors each model has two files of its own in the directory: slots, which use
+    disk space as they are written, and their headers, with checksums. A block that does not
+    match its header is computed again. A header is written after its K/V, so a killed process
+    leaves no partial block.
 
     Attributes:
-        path: the directory of its files, which one process has at a time; None: for
+        path: the directory of its files, which one process can use at a time; None: for
             simulations alone.
-        sync: whether a write waits until its K/V are on the disk, before it writes headers.
-            Without it, the default, a crash of the machine, not of the process, may leave
-            headers without their K/V, as the checksums find out.
+        sync: whether K/V are flushed to the disk before their headers are written. Without it,
+            the default, a crash of the machine (not of the process) may leave headers without
+            their K/V, which the checksums detect.
     """
 
     name: ClassVar[str] = "disk"
@@ -61,10 +61,10 @@ class Disk(Tier):
     latency: float = 1e-4
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
-        """Return slots in files of `path`, with what an earlier run has left in them.
+        """Return a store in files in `path`, with the blocks of earlier runs.
 
         Raises:
-            InputError: there is no `path`, it cannot be written, or another process has it.
+            InputError: there is no `path`, it cannot be written, or another process uses it.
             StorageError: its file system has too little room for all slots.
         """
         if self.path is None:
@@ -74,13 +74,13 @@ class Disk(Tier):
 
 
 class DiskStore(TierStore):
-    """Keeps blocks in files: `write` and `read` take a call of the system for up to 1 MiB.
+    """Keeps blocks in files: `write` and `read` make a system call for up to 1 MiB.
 
-    Nothing is mapped into memory: a full disk or a file cut short is then an error that a call
-    returns, where a map would end the process.
+    The files are not mapped into memory: so a full disk or a truncated file is an error of a
+    call, where it would end a process that maps the file.
 
     Attributes:
-        damaged: headers that `recover` could not use.
+        damaged: number of headers that `recover` could not use.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DiskStore(TierStore):
         about = {"kvcore_tier": SCHEMA, "slot_bytes": slot_bytes, "identity": identity.hex()}
         first = orjson.dumps(about)
         name = blake2b(first, digest_size=8).hexdigest()
-        # All that is longer than a header is there as its hash.
+        # The identity may be longer than a header, so the header has a hash of it.
         first = orjson.dumps(about | {"identity": name}).ljust(HEADER_BYTES)
         make_directory(path, 0o700)
         try:
@@ -113,7 +113,7 @@ class DiskStore(TierStore):
             raise
 
     def _lock(self, path: Path) -> None:
-        """Lock the directory for this process, until it closes or ends."""
+        """Lock the directory for this process, until `close` or its end."""
         file = self._file(path / "lock")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ class DiskStore(TierStore):
             )
             raise StorageError(msg)
         kept = os.fstat(self._headers).st_size // HEADER_BYTES - 1
-        # 1: the slot may have a header that somebody could believe.
+        # 1: the slot may have a header.
         self._used = bytearray(b"\1") * min(kept, self._slots)
         self._used.extend(bytes(self._slots - len(self._used)))
         os.ftruncate(self._data, wanted)
@@ -173,12 +173,12 @@ class DiskStore(TierStore):
         os.pwrite(self._headers, first, 0)
 
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
-        """Write K/V, then headers; before, the headers of what was in the slots go."""
+        """Overwrite the old headers of the slots, then write K/V, then the new headers."""
         data, size = data.cast("B"), self._size
         self.drop([block.slot for block in blocks])
         headers: list[bytes] = []
         for start, end in self._runs(blocks):
-            # What is hashed comes into the caches of the CPU, from which it is copied then.
+            # Hashing brings the data into the caches of the CPU, where the write finds it.
             headers += (
                 self._sealer.seal(blocks[at], data[at * size : (at + 1) * size])
                 for at in range(start, end)
@@ -193,7 +193,7 @@ class DiskStore(TierStore):
             self._write_headers(first, whole)
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
-        """Read blocks, up to the first that is not what its header says."""
+        """Read blocks, up to the first that does not match its header."""
         into, size = into.cast("B"), self._size
         for start, end in self._runs(blocks):
             first, number = blocks[start].slot, end - start
@@ -207,16 +207,16 @@ class DiskStore(TierStore):
         return len(blocks)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Overwrite the headers of `slots`; the room of their K/V stays taken."""
+        """Overwrite the headers of `slots`; their K/V keep their disk space."""
         for slot in slots:
             if self._used[slot]:
                 self._write_headers(slot, bytes(HEADER_BYTES))
                 self._used[slot] = 0
 
     def recover(self) -> Iterator[StoredBlock]:
-        """Yield the blocks whose headers are right. Their K/V are checked when they are read.
+        """Yield the blocks with intact headers. Their K/V are checked when they are read.
 
-        Costs reading all headers, 512 bytes a slot.
+        Reads all headers, 512 bytes a slot.
         """
         self.damaged = 0
         step = CHUNK_BYTES // HEADER_BYTES
@@ -238,12 +238,12 @@ class DiskStore(TierStore):
             _warn("tier disk: %d headers are damaged: their blocks are dropped", self.damaged)
 
     def close(self) -> None:
-        """Close the files, and let others have the directory."""
+        """Close the files, and unlock the directory."""
         while self._files:
             os.close(self._files.pop())
 
     def _runs(self, blocks: Sequence[StoredBlock]) -> Iterator[tuple[int, int]]:
-        """Yield [start, end) of blocks in slots that follow each other, up to 1 MiB of them."""
+        """Yield the ranges `[start, end)` of blocks in adjacent slots, up to 1 MiB each."""
         most = max(1, CHUNK_BYTES // self._size)
         start = 0
         for at in range(1, len(blocks) + 1):
@@ -269,7 +269,7 @@ def _write(file: int, data: memoryview, at: int) -> None:
 
 
 def _read(file: int, into: memoryview, at: int) -> None:
-    """Fill `into`, as far as the file goes."""
+    """Fill `into` from the offset `at`, up to the end of the file."""
     while into:
         got = os.preadv(file, [into], at)
         if not got:
@@ -282,7 +282,7 @@ def _sync(file: int) -> None:
 
 
 def _process() -> str:
-    """Return what names this process in the lock of its directory."""
+    """Return the name of this process in the lock file of its directory."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

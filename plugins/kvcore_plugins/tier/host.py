@@ -1,4 +1,4 @@
-"""The memory of the host, beside the GPUs."""
+"""A tier in the memory of the host."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from kvcore.units import format_bytes
 
 @attrs.define(eq=False, kw_only=True)
 class Host(Tier):
-    """Rest in the memory of the host.
+    """Store blocks in the memory of the host.
 
-    The defaults of its link are those of PCI Express 5.0 with 16 lanes as transfers from
-    pinned memory reach it, 50 of 63 GB/s, one link for each GPU.
+    The defaults of its link are those of PCI Express 5.0 with 16 lanes, one link for each
+    GPU: transfers from pinned memory reach 50 of its 63 GB/s.
 
-    In a run on tensors its memory is taken as it is first used, in huge pages where there are
-    such. A backend on the host copies between its pool and the slots; what moves to a GPU goes
-    through pinned buffers of the backend. Blocks carry no
-    checksum: memory has its own against flipped bits, and nobody else writes there. A block is
-    right if its slot holds the one that was asked for.
+    In a run on tensors its memory is allocated when it is first used, in huge pages if the
+    system has them. A backend on the host copies between its pool and the slots; transfers to
+    a GPU use pinned buffers of the backend. Blocks have no checksum, since no other process
+    writes to the memory. A block is intact if it is the last one written to its slot.
     """
 
     name: ClassVar[str] = "host"
@@ -38,10 +37,10 @@ class Host(Tier):
     latency: float = 1e-5
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
-        """Return slots in memory.
+        """Return a store in memory.
 
         Raises:
-            InputError: the host has less memory to give.
+            InputError: less memory is free.
         """
         free, _ = host_memory()
         if free is not None and slots * slot_bytes > free:
@@ -54,7 +53,7 @@ class Host(Tier):
 
 
 class HostStore(TierStore):
-    """Keeps blocks in memory that is taken page by page, as slots are first written."""
+    """Keeps blocks in memory, which the system allocates when slots are first written."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         """Reserve the memory."""
@@ -65,7 +64,7 @@ class HostStore(TierStore):
         except (OSError, ValueError, OverflowError) as error:
             msg = f"tier host: {format_bytes(slots * slot_bytes)} cannot be had: {error}"
             raise InputError(msg) from error
-        with suppress(AttributeError, OSError):  # a system or a kernel without huge pages
+        with suppress(AttributeError, OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(memory).cast("B", (slots, slot_bytes))
         self._memory = memoryview(memory)
@@ -82,7 +81,7 @@ class HostStore(TierStore):
             self._held[block.slot] = block.position, block.chain
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
-        """Copy blocks from their slots, up to the first that is not there."""
+        """Copy blocks from their slots, up to the first that is not in its slot."""
         into, size = into.cast("B"), self._size
         for at, block in enumerate(blocks):
             if self._held.get(block.slot) != (block.position, block.chain):

@@ -1,4 +1,4 @@
-"""A Redis or Valkey server."""
+"""A tier in a Redis or Valkey server."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from kvcore.units import picoseconds
 from kvcore_plugins.tier._sealing import Sealer
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a value: a server is busy for a millisecond with so many."""
+"""Bytes of a value, which keep a server busy for about a millisecond."""
 
 BATCH_BYTES = 16 << 20
-"""Bytes that are asked for at once: answers take as much memory again."""
+"""Bytes in one request: the answers need as much memory again."""
 
 BATCH_KEYS = 1000
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-"""Seconds after a failure in which the server is left alone; doubled by each failure."""
+"""Seconds without a request after a failure; each further failure doubles them."""
 
 SCAN_S = 30.0
-"""Seconds in which the blocks of earlier runs are looked for, at most."""
+"""The maximum of seconds of the search for blocks of earlier runs."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class Redis(Tier):
-    """Rest in a Redis or Valkey server, which others may use too.
+    """Store blocks in a Redis or Valkey server, which other clients may use too.
 
     The defaults of its link are those of a network of 10 Gbit/s.
 
-    In a run on tensors a block is one hash, named by model and text, so that runs of the same
-    model find one another's blocks. It has a checksum; what does not match it is computed
-    again. `memory` limits what this run keeps there; what the server limits or evicts by
-    itself, it finds out.
+    In a run on tensors a block is one hash, named by model and text, so runs of the same
+    model share blocks. It has a checksum; a block that does not match it is computed again.
+    `memory` limits the blocks of this run; the run detects blocks that the server has evicted.
 
     Attributes:
-        url: where the server is: `redis://`, `rediss://` or `unix://`, as the package redis
-            reads it. User, password and query are shown nowhere.
-        ttl: seconds after which a block that nobody has used goes; None: it stays.
+        url: the address of the server: `redis://`, `rediss://` or `unix://`, in the format of
+            the package redis. User, password and query are never shown.
+        ttl: seconds without use after which the server drops a block; None: it does not.
         timeout: seconds that a connection, and each answer, may take. After a failure the
-            server is left alone for 0.1 s, and for twice as long after each more, up to 30 s.
+            run makes no request for 0.1 s, and for twice as long after each further one, up to
+            30 s.
     """
 
     name: ClassVar[str] = "redis"
@@ -70,14 +70,14 @@ class Redis(Tier):
                 raise InputError(msg)
 
     def options(self) -> dict[str, Any]:
-        """Return the options; `url` without user, password and query."""
+        """Return the options, with `url` without user, password and query."""
         return super().options() | {"url": redact(self.url)}
 
     def open(self, slots: int, slot_bytes: int, identity: bytes) -> TierStore:
-        """Return slots in the server, which is asked whether it is there.
+        """Return a store in the server, after a test of the connection.
 
         Raises:
-            InputError: it is not, or does not let us in.
+            InputError: the server does not answer, or refuses the connection.
             PluginError: the package redis is not installed.
         """
         return RedisStore(self, slots, slot_bytes, identity)
@@ -86,8 +86,8 @@ class Redis(Tier):
 class RedisStore(TierStore):
     """Keeps a block as a hash: K/V in fields of up to 4 MiB, then the header that seals them.
 
-    All methods but `close` raise OSError if the server cannot be reached, answers too late, or
-    answers what is no answer; during the pause that follows they do so without asking it.
+    All methods except `close` raise OSError if the server cannot be reached, answers too late,
+    or sends an invalid answer; in the pause after a failure they raise it without a request.
     """
 
     def __init__(self, tier: Redis, slots: int, slot_bytes: int, identity: bytes) -> None:
@@ -104,7 +104,7 @@ class RedisStore(TierStore):
                 protocol=2,
             )
         except (ValueError, TypeError, package.RedisError):
-            # What they say may have the password.
+            # Their messages may contain the password.
             msg = f"tier redis: url={self._where} cannot be read: redis://HOST:PORT/DATABASE"
             raise InputError(msg) from None
         self._sealer = Sealer(identity, slot_bytes)
@@ -122,7 +122,7 @@ class RedisStore(TierStore):
             raise InputError(msg) from error
 
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
-        """Send K/V, and the header after it."""
+        """Send the K/V of each block, and its header after it."""
         data = data.cast("B")
         self.drop([block.slot for block in blocks])
         for start, end in self._batches(len(blocks)):
@@ -141,11 +141,11 @@ class RedisStore(TierStore):
             pipe.hset(name, field, data[at * CHUNK_BYTES :][:CHUNK_BYTES])
             if not at:
                 self._touch(pipe, name)
-        sealed = attrs.evolve(block, slot=0)  # The next run numbers its slots anew.
+        sealed = attrs.evolve(block, slot=0)  # each run numbers its own slots
         pipe.hset(name, b"header", self._sealer.seal(sealed, data))
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
-        """Get blocks, up to the first that is gone or not what its header says."""
+        """Get blocks, up to the first that is missing or does not match its header."""
         into, size = into.cast("B"), self._size
         known = self._known(blocks)
         for start, end in self._batches(known):
@@ -180,15 +180,15 @@ class RedisStore(TierStore):
         return self._sealer.matches(block, header, into)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Delete what is in `slots`."""
+        """Delete the blocks in `slots`."""
         names = [self._key(self._held.pop(slot)) for slot in slots if slot in self._held]
         if names:
             self._ask(lambda pipe: pipe.unlink(*names))
 
     def recover(self) -> Iterator[StoredBlock]:
-        """Yield blocks of this model that are in the server, those that begin prompts first.
+        """Yield blocks of this model that are in the server, in order of their positions.
 
-        Costs a scan of all keys of the database, for 30 s at most.
+        Scans all keys of the database, for 30 s at most.
         """
         found: dict[bytes, StoredBlock] = {}
         until = monotonic() + SCAN_S
@@ -223,7 +223,7 @@ class RedisStore(TierStore):
             pipe.hget(name, b"header")
 
     def present(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many of the first `blocks` the server still has."""
+        """Return the number of `blocks` before the first that the server does not have."""
         known = self._known(blocks)
 
         def ask(pipe: Any) -> None:
@@ -234,11 +234,11 @@ class RedisStore(TierStore):
         return next((at for at, each in enumerate(there) if each != 1), known)
 
     def close(self) -> None:
-        """Disconnect; blocks stay until their time is over."""
+        """Disconnect; blocks stay until their `ttl` has passed."""
         self._client.close()
 
     def _known(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many of the first `blocks` this run believes to be in their slots."""
+        """Return the number of `blocks` before the first that this run has not stored."""
         for at, block in enumerate(blocks):
             held = self._held.get(block.slot)
             if held is None or (held.position, held.chain) != (block.position, block.chain):
@@ -257,7 +257,7 @@ class RedisStore(TierStore):
         return ((at, min(at + step, blocks)) for at in range(0, blocks, step))
 
     def _ask(self, commands: Callable[[Any], object]) -> list[Any]:
-        """Send commands at once, and return the answers."""
+        """Send commands in one pipeline, and return the answers."""
         if monotonic() < self._again:
             msg = f"tier redis: {self._where} is left alone for {self._pause:g} s"
             raise ConnectionError(msg)
