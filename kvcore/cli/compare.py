@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
@@ -13,8 +12,8 @@ import click
 
 from kvcore.analysis import SHARING, Comparison
 from kvcore.analysis import compare as run_comparison
-from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.options import (
+    Numbers,
     block_size_option,
     naming,
     part_options,
@@ -56,7 +55,7 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.report.tables import block_bytes, memory_fields
-from kvcore.units import format_bytes, parse_bytes, parse_whole
+from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
@@ -72,7 +71,10 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @part_options
 @policies_option(POLICIES)
 @click.option(
-    "--blocks", metavar="LIST", help="Numbers of KV blocks in the pool, such as 1000,3000."
+    "--blocks",
+    type=Numbers("several are a list, such as 1000,3000"),
+    metavar="LIST",
+    help="Numbers of KV blocks in the pool, such as 1000,3000.",
 )
 @click.option("--memory", metavar="LIST", help="Bytes of K/V in the pool, such as 40GiB,80GiB.")
 @shared(
@@ -137,9 +139,7 @@ def compare(workload: str | None, **given: Any) -> None:
     _refuse(source, given)
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
-    blocks, budget = given["blocks"], None
-    hint = "several are a list, such as 1000,3000"
-    sizes = None if blocks is None else pool_sizes("--blocks", blocks, hint)
+    sizes, budget = given["blocks"], None
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
@@ -153,7 +153,7 @@ def compare(workload: str | None, **given: Any) -> None:
     csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
     with (
         nullcontext() if csv is None else atomic_file(csv) as rows,
-        metrics_file(prometheus, source, csv, given["trace"], as_json=as_json) as metrics,
+        metrics_file(prometheus, source, as_json=as_json) as metrics,
         plot_file(given["picture"], source.options().values()) as write_plot,
     ):
         comparison = run_comparison(
@@ -276,8 +276,6 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
         msg = "--blocks and --memory both say how large the pool is: give one of them"
     elif given["codec"] is not None and memory is None and not given["tier"]:
         msg = "--codec says what a token takes of --memory, or of a --tier: give one of them"
-    elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
-        msg = f"--csv and --trace would both write {csv}: give two files"
     elif trace is not None and missing:
         msg = f"a trace is of one policy in a pool of one size: add `{missing}`"
     if msg:
@@ -299,28 +297,3 @@ def _candidates(accounting: str, prefix: str) -> str:
     """Return the policies to compare where none are given: the optimum where it is a bound."""
     bounded = accounting == "keys" and prefix.partition(":")[0].strip() == SHARING
     return f"{POLICIES},optimum" if bounded else POLICIES
-
-
-def pool_sizes(flag: str, text: str, hint: str) -> list[int]:
-    """Read a list of numbers of blocks, or one.
-
-    Raises:
-        InputError: no list of numbers, or one that only commas made a list of.
-    """
-    msg = ""
-    try:
-        numbers = [parse_whole(number, 0) for number in text.split(",")]
-    except InputError as error:
-        msg = f"{error}; {hint}"
-        numbers = []
-    if max(numbers, default=0) > MOST_BLOCKS:
-        msg = f"a pool has at most {MOST_BLOCKS} blocks"
-    elif len(numbers) > 1 and not all(numbers):
-        listed = list(map(str, numbers))
-        msg = f"{text} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
-        grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text)
-        msg += text.replace(",", "") if grouped else "numbers without commas, above 0"
-    if msg:
-        msg = f"{flag} {text!r:.60}: {msg}"
-        raise InputError(msg)
-    return numbers

@@ -13,8 +13,9 @@ import orjson
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
 from kvcore.analysis.plane import plane as make_plane
-from kvcore.cli.compare import CODEC, DEVICE, MODEL, pool_sizes
+from kvcore.cli.compare import CODEC, DEVICE, MODEL
 from kvcore.cli.options import (
+    Numbers,
     block_size_option,
     part_options,
     policies_option,
@@ -67,6 +68,7 @@ KINDS = (*FORMS, "csv", "json")
 @policies_option(POLICIES)
 @click.option(
     "--sizes",
+    type=Numbers(f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"),
     metavar="N|LIST",
     help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.  "
     f"[default: {POINTS}; with --tier {SIDE}, in a plot {FINE}]",
@@ -252,15 +254,16 @@ def _kind(out: Path | None) -> str:
     return kind
 
 
-def _sizes(text: str | None, points: int) -> tuple[int, list[int] | None]:
-    """Read how many sizes, or which: (number, None) or (any number, sizes); None: `points`."""
-    if text is None:
+def _sizes(given: list[int] | None, points: int) -> tuple[int, list[int] | None]:
+    """Return the number of sizes that `--sizes` asks for, or the sizes that it lists.
+
+    Without it the number is `points`; of a list the number is not used.
+    """
+    if given is None:
         return points, None
-    hint = f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"
-    numbers = pool_sizes("--sizes", text, hint)
-    if len(numbers) > 1:
-        return POINTS, numbers
-    if numbers[0] > MOST_POINTS:
-        msg = f"--sizes {text}: that many points are too many; give {MOST_POINTS} or fewer"
+    if len(given) > 1:
+        return points, given
+    if given[0] > MOST_POINTS:
+        msg = f"--sizes {given[0]}: that many points are too many; give {MOST_POINTS} or fewer"
         raise InputError(msg)
-    return numbers[0], None
+    return given[0], None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from click.core import ParameterSource
 
+from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.output import file_path, input_file, print_table, prometheus_option
-from kvcore.cli.verb import Count, complete_workload, plugin_completion
+from kvcore.cli.verb import Count, Time, complete_workload, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.run_config import (
@@ -28,7 +30,7 @@ from kvcore.errors import InputError
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
-from kvcore.units import INT64_LIMIT
+from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -71,6 +73,49 @@ def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> 
     return value if read is None else read
 
 
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
+    """A list of whole numbers with commas between them, such as `1000,3000`, or one of them.
+
+    Args:
+        hint: the end of an error about text that is none.
+    """
+
+    name = "list"
+
+    def __init__(self, hint: str) -> None:
+        self.hint = hint
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[Any]:
+        """Return the numbers of a text; a list of a file as it is, all else of it as one item.
+
+        Raises:
+            InputError: no list of numbers, or one that only commas made a list of.
+        """
+        del ctx
+        if not isinstance(value, str):
+            return value if isinstance(value, list) else [value]
+        msg = ""
+        try:
+            numbers = [parse_whole(number, 0) for number in value.split(",")]
+        except InputError as error:
+            msg = f"{error}; {self.hint}"
+            numbers = []
+        if max(numbers, default=0) > MOST_BLOCKS:
+            msg = f"a pool has at most {MOST_BLOCKS} blocks"
+        elif len(numbers) > 1 and not all(numbers):
+            listed = list(map(str, numbers))
+            msg = f"{value} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
+            grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", value)
+            msg += value.replace(",", "") if grouped else "numbers without commas, above 0"
+        if msg:
+            assert param is not None
+            msg = f"{param.opts[0]} {value!r:.60}: {msg}"
+            raise InputError(msg)
+        return numbers
+
+
 workload_argument = click.argument(
     "workload", required=False, type=click.UNPROCESSED, shell_complete=complete_workload
 )
@@ -103,9 +148,8 @@ def shared(
         default = option_default(name, mode)
     more: dict[str, Any] = {"help": text or option_help(name), "default": _shown(default)}
     kind, choices = option_type(name), option_choices(name)
-    literal = next(
-        (each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None
-    )
+    kinds = (kind, *get_args(kind))  # of `float | None` too
+    literal = next((each for each in kinds if get_origin(each) is Literal), None)
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", **more)
@@ -118,7 +162,7 @@ def shared(
     elif choices or literal is not None:
         more |= {"type": click.Choice(choices or get_args(literal))}
     else:
-        more |= {"type": float if kind is float else Count(-INT64_LIMIT)}
+        more |= {"type": float if float in kinds else Count(-INT64_LIMIT)}
     return click.option(flag, **more)
 
 
@@ -359,6 +403,10 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
 
 def _type(option: click.Parameter) -> Any:
     """Return the type that a value of an option has in TOML."""
+    if isinstance(option.type, Numbers):
+        return list[int]
+    if isinstance(option.type, Time):
+        return Any
     if option.name in option_names():
         return option_type(str(option.name))
     if option.callback in (file_path, input_file):

@@ -19,7 +19,14 @@ import orjson
 
 from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
-from kvcore.files import STDIN, atomic_file, file_bytes, input_path, refuse_overwrite
+from kvcore.files import (
+    STDIN,
+    atomic_file,
+    file_bytes,
+    input_path,
+    part_path,
+    refuse_overwrite,
+)
 from kvcore.progress import Tick, unseen
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.workloads import Workload
@@ -33,6 +40,11 @@ FEW = 1000
 TEXT_WIDTH = 80
 """Columns that sentences take in a pipe or file."""
 
+STDOUT = Path("-")
+
+_NAMED = "kvcore.named"
+"""Key in a context's `meta`: the files that a command line names, each with its flag."""
+
 
 def json_option(verb: VerbT) -> VerbT:
     """Add the `--json` flag to a verb, which receives it as `as_json` and prints results alone.
@@ -44,9 +56,13 @@ def json_option(verb: VerbT) -> VerbT:
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path, which may not be empty: `Path("")` is the working directory.
+    """Return the path of a file that a command line names once.
 
-    `-` is refused, but for metrics: reports and JSON are what a verb prints.
+    `-` is refused, except for metrics: reports and JSON are what a verb prints.
+
+    Raises:
+        BadParameter: the path is empty (`Path("")` is the working directory), or `-`.
+        InputError: another option of the command line names the same file.
     """
     if value == "":
         msg = "empty path; name a file"
@@ -54,7 +70,16 @@ def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     if value == STDIN and param.name != "prometheus":
         msg = "a file is needed, not '-' (write './-' for a file of that name)"
         raise click.BadParameter(msg, ctx=ctx, param=param)
-    return None if value is None else Path(value)
+    if value is None:
+        return None
+    path = Path(value)
+    if path != STDOUT and part_path(path) != path:  # a device may be named twice
+        flag = param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name
+        other = ctx.meta.setdefault(_NAMED, {}).setdefault(path.resolve(), flag)
+        if other != flag:
+            msg = f"{other} and {flag} name the same file, {path}: give each its own"
+            raise InputError(msg)
+    return path
 
 
 def input_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -67,20 +92,6 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 def terminal_width() -> int | None:
     """Return the columns of the terminal that stdout is; None if it is none."""
     return get_terminal_size().columns if results().isatty() else None
-
-
-def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return a time above 0, in seconds."""
-    if value is None:
-        return None
-    try:
-        time = parse_seconds(value) / NS_PER_S
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-    if not time:
-        msg = "must be above 0 seconds"
-        raise click.BadParameter(msg, ctx, param)
-    return time
 
 
 def emit_json(payload: Mapping[str, Any]) -> None:
@@ -366,8 +377,6 @@ def write_page(out: Path, make: Callable[[], bytes]) -> bytes:
     return page
 
 
-STDOUT = Path("-")
-
 prometheus_option = click.option(
     "--prometheus",
     callback=file_path,
@@ -378,15 +387,15 @@ prometheus_option = click.option(
 
 @contextmanager
 def metrics_file(
-    path: Path | None, source: Workload, *others: Path | None, as_json: bool
+    path: Path | None, source: Workload, *, as_json: bool
 ) -> Iterator[Callable[[str], object] | None]:
     """Open the file for metrics before there are any; yield what writes them, or None.
 
-    If the body raises, no file is left. The `others` are written at the same time.
+    If the body raises, no file is left.
 
     Raises:
-        InputError: the file of the workload, one of the `others`, one that cannot be
-            written, or stdout where JSON goes.
+        InputError: the file of the workload, one that cannot be written, or stdout where
+            JSON goes.
         PluginError: the package that writes metrics is not installed.
     """
     if path is None:
@@ -401,9 +410,6 @@ def metrics_file(
             raise InputError(msg)
         yield lambda text: echo(text, nl=False)
         return
-    if path.resolve() in [other.resolve() for other in others if other is not None]:
-        msg = f"--prometheus {path}: another option writes that file; name another one"
-        raise InputError(msg)
     refuse_overwrite(path, source.options().values())
     with atomic_file(path) as file:
         yield lambda text: file.write(escaped(text))

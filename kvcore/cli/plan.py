@@ -14,8 +14,8 @@ from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
 from kvcore.analysis.sweep import Journal
 from kvcore.analysis.sweep.plan import executor_for
-from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
+    Numbers,
     batching_options,
     executor_options,
     part_options,
@@ -47,11 +47,7 @@ RESULTS = Path("plan-results")
 """The directory of the journal and the plan, where none is named."""
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int] | None:
-    """Read a list of numbers, such as `1,2,4`."""
-    del ctx
-    hint = "expected numbers, such as 1,2,4"
-    return None if value is None else pool_sizes(param.opts[0], str(value), hint)
+HINT = "expected numbers, such as 1,2,4"
 
 
 @verb(
@@ -81,14 +77,14 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
 )
 @click.option(
     "--tensor-parallel",
-    callback=_numbers,
+    type=Numbers(HINT),
     metavar="LIST",
     default=",".join(map(str, DEGREES)),
     help="Numbers of GPUs that share a model.",
 )
 @click.option(
     "--replicas",
-    callback=_numbers,
+    type=Numbers(HINT),
     metavar="LIST",
     help="Numbers of replicas of the model.  [default: the fewest that do]",
 )

@@ -20,9 +20,8 @@ from kvcore.cli.output import (
     json_option,
     line_seconds,
     print_table,
-    seconds,
 )
-from kvcore.cli.verb import Count, echo, escaped, verb
+from kvcore.cli.verb import Count, Seconds, echo, escaped, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
 
@@ -92,7 +91,7 @@ def rotation(
 @click.option(
     "--for",
     "during",
-    callback=seconds,
+    type=Seconds(),
     metavar="SECONDS",
     help="Time after which the recording ends.",
 )
@@ -103,14 +102,14 @@ def rotation(
 )
 @click.option(
     "--replay-timeout",
-    callback=seconds,
+    type=Seconds(),
     default="5",
     metavar="SECONDS",
     help="Time to wait for each batch of a replay.",
 )
 @click.option(
     "--reconnect",
-    callback=seconds,
+    type=Seconds(),
     default="5",
     metavar="SECONDS",
     help="Longest time between two tries to connect again.",

@@ -18,12 +18,11 @@ from kvcore.cli.output import (
     progress,
     reading,
 )
-from kvcore.cli.verb import echo, verb
+from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError, TraceError
 from kvcore.report.tables import share
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
-from kvcore.units import parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.kv_events import RecordingReport
@@ -47,6 +46,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 @click.argument("file", callback=input_file)
 @click.option(
     "--at",
+    type=Time(),
     metavar="SECONDS",
     help="Time of the trace, in seconds, at which to report the state.",
 )
@@ -80,7 +80,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 )
 @price_option
 @json_option
-def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
+def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
     """Replay the trace FILE: rebuild the cache line by line, and check every line.
 
     Fails if a line is damaged or cannot follow from those before it, and, after reporting
@@ -114,9 +114,8 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
             raise InputError(msg)
         _what_if(file, given | {"price": price}, as_json=as_json)
         return
-    moment = None if at is None else parse_seconds(at)
     with reading("replaying", file) as tick:
-        report = replay_trace(file, moment, tick)
+        report = replay_trace(file, at, tick)
     document, bills = report.as_dict(), None
     if price is not None and report.complete:
         from kvcore.analysis.recorded_run import bill_trace  # noqa: PLC0415 - for prices alone

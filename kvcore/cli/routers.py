@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from kvcore.analysis.routers import compare_routers
 from kvcore.analysis.sweep.plan import executor_for
-from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
+    Numbers,
     batching_options,
     executor_options,
     names_from_file,
@@ -35,14 +34,6 @@ from kvcore.report.routers import RoutersReport
 from kvcore.workloads.selection import find_workload
 
 
-def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]:
-    """Read a list of numbers, such as `2,4,8`; the tables of a file are one cluster."""
-    del ctx
-    if isinstance(value, tuple) and all(isinstance(each, Mapping) for each in value):
-        return [value]
-    return pool_sizes(param.opts[0], str(value), "expected numbers, such as 2,4,8")
-
-
 @verb(
     "kvcore routers --replicas 8 --tensor-parallel 1",
     "kvcore routers requests.jsonl --replicas 2,4,8 --routers round-robin,least-requests",
@@ -57,8 +48,7 @@ def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]
 )
 @click.option(
     "--replicas",
-    callback=_fleets,
-    type=click.UNPROCESSED,
+    type=Numbers("expected numbers, such as 2,4,8"),
     metavar="LIST",
     default="8",
     help="Numbers of servers that share the requests.",

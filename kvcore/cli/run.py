@@ -190,8 +190,6 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
             msg = f"--{name.replace('_', '-')} needs --clock wall"
-    if given["trace"] is not None and given["trace"] == given["step_times"]:
-        msg = "--trace and --step-times name the same file: give each its own"
     if msg:
         raise InputError(msg)
 

@@ -14,8 +14,8 @@ from kvcore.cli.options import (
     naming,
     shared,
 )
-from kvcore.cli.output import file_path, seconds
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.output import file_path
+from kvcore.cli.verb import Count, Seconds, echo, verb
 from kvcore.config import EngineParts
 from kvcore.workloads import PromptWorkload
 
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--client-timeout",
-    callback=seconds,
+    type=Seconds(),
     default="30",
     metavar="SECONDS",
     help="Time in which clients send a request, and take each part of an answer.",
 )
 @click.option(
     "--grace",
-    callback=seconds,
+    type=Seconds(),
     default="10",
     metavar="SECONDS",
     help="Time that open requests have when the server ends.",

@@ -304,9 +304,7 @@ def outputs(
             trace = stack.enter_context(shown)
         elif path is not None:
             trace = stack.enter_context(Trace(path, **parts.header()))
-        written = metrics_file(
-            given["prometheus"], parts.workload, given["trace"], as_json=given["as_json"]
-        )
+        written = metrics_file(given["prometheus"], parts.workload, as_json=given["as_json"])
         yield trace, partial(_write_metrics, stack.enter_context(written))
 
 

@@ -16,7 +16,7 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
-from kvcore.units import check_whole, parse_whole
+from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -192,6 +192,34 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
             return read(value, self.least)
         except InputError as error:
             self.fail(str(error), param, ctx)
+
+
+class Time(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
+    """A time such as `90`, `1.5` or `50ms`, in seconds; a verb receives it in ns."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Read the text of a time, or a number of seconds of a file."""
+        try:
+            return parse_seconds(str(value))
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(Time):
+    """A time above 0, such as `90`, `1.5` or `50ms`; a verb receives it in seconds."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Read the text of a time, or a number of seconds of a file."""
+        time = super().convert(value, param, ctx) / NS_PER_S
+        if not time:
+            self.fail("must be above 0 seconds", param, ctx)
+        return float(time)
 
 
 def complete_workload(

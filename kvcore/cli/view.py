@@ -9,10 +9,10 @@ import click
 
 from kvcore.cli.options import replica_option
 from kvcore.cli.output import input_file, page_option, progress, write_page
-from kvcore.cli.verb import echo, verb
+from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.units import parse_seconds, parse_window
+from kvcore.units import parse_window
 
 
 @verb(
@@ -37,6 +37,7 @@ from kvcore.units import parse_seconds, parse_window
 )
 @click.option(
     "--at",
+    type=Time(),
     metavar="SECONDS",
     help="Time of the trace at which the page opens; beyond the end, it is the end.  "
     "[default: the eviction that cost most]",
@@ -56,7 +57,7 @@ def view(
     serve: bool,
     port: int,
     window: str | None,
-    at: str | None,
+    at: int | None,
     replica: str | None,
     events: int,
 ) -> None:
@@ -79,7 +80,7 @@ def view(
         view_page,
         traces,
         window=Window(start, end, events),
-        at=None if at is None else parse_seconds(at),
+        at=at,
         replica=replica,
         progress=progress,
         notify=lambda notice: echo(f"kvcore: {notice}", err=True),

@@ -13,11 +13,11 @@ import orjson
 
 from kvcore.cli.options import replica_option
 from kvcore.cli.output import input_file
-from kvcore.cli.verb import results, verb
+from kvcore.cli.verb import Time, results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
 from kvcore.trace import ServerReader
-from kvcore.units import NS_PER_S, parse_seconds
+from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvcore.cli.live import Player
@@ -27,14 +27,6 @@ SPEED = 10.0
 
 TAIL_BYTES = 1 << 16
 """Bytes in which the last line of a trace is looked for."""
-
-
-def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return a time of the trace in ns."""
-    try:
-        return None if value is None else parse_seconds(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
 
 
 def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -58,21 +50,21 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
 @click.option(
     "--from",
     "begin",
-    callback=seconds,
+    type=Time(),
     metavar="SECONDS",
     help="Time of the trace up to which it is read at once.",
 )
 @click.option(
     "--to",
     "end",
-    callback=seconds,
+    type=Time(),
     metavar="SECONDS",
     help="Time of the trace at which to stop.",
 )
 @replica_option
 @click.option(
     "--every",
-    callback=seconds,
+    type=Time(),
     default="10",
     metavar="SECONDS",
     help="Time of the trace between two lines, where stdout is no terminal.",

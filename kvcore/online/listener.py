@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -116,7 +117,8 @@ class Listener:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(self._accept, host, port)
         except (OSError, OverflowError) as error:  # a port above 65535 overflows
-            why = getattr(error, "strerror", None) or error
+            number = getattr(error, "errno", None) or 0  # of a name server below 0
+            why = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             msg = f"port {port} of {host}: {why}"
             raise InputError(msg) from error
         host, port, *_ = self._server.sockets[0].getsockname()

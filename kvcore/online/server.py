@@ -52,6 +52,9 @@ class ServeConfig:
         kv_events: where KV events are published, such as `tcp://127.0.0.1:5557`.
         kv_replay: where they are sent again.
         trace: the file to write every decision to.
+
+    Raises:
+        InputError: `kv_replay` is given without `kv_events`.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +67,12 @@ class ServeConfig:
     kv_events: str | None = None
     kv_replay: str | None = None
     trace: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse an address for replays of events that are not published."""
+        if self.kv_replay is not None and self.kv_events is None:
+            msg = "--kv-replay sends the events of --kv-events again: give that too"
+            raise InputError(msg)
 
 
 @attrs.frozen

@@ -56,6 +56,9 @@ def test_options_come_from_a_file(routers, tmp_path):
         routers("--config", path, "--replicas", 3, "--blocks", 9, "--json")[1]
     )
     assert [each["blocks"] for each in document["shared"]] == [27]
+    path.write_text('routers = "round-robin"\nreplicas = [2, 4]\nblocks = 9\n')
+    document = json.loads(routers("--config", path, "--json")[1])
+    assert [each["blocks"] for each in document["shared"]] == [18, 36]
 
 
 def test_a_failure_is_served(routers):
