@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import orjson
 
 from kvcore.bench import SUITES, BenchResult, Settings, available_suites, run_suites
-from kvcore.cli.output import emit_json, file_path, json_option, print_sections, progress
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_bytes,
+    json_option,
+    optional_file,
+    print_sections,
+    progress,
+)
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.files import atomic_file
 from kvcore.report.bench import RIGHT, BenchReport
 
 if TYPE_CHECKING:
@@ -94,8 +98,7 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
     if settings.backend and not any(SUITES[name].backend for name in names):
         msg = f"--backend {settings.backend}: suites cpu and gpu have one; name one of them"
         raise InputError(msg)
-    out: Path | None = given["out"]
-    with nullcontext() if out is None else atomic_file(out) as file:
+    with optional_file(given["out"]) as file:
         with progress(f"measuring {', '.join(names)}: rows", None) as tick:
 
             def told(_: Row) -> None:
@@ -103,8 +106,7 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
 
             result = run_suites(names, settings, tell=told)
         if file is not None:
-            document = orjson.dumps(result.document(), option=orjson.OPT_INDENT_2)
-            file.buffer.write(document + b"\n")
+            file.buffer.write(json_bytes(result.document()))
     _show(result, as_json=given["as_json"])
     if settings.check and result.wrong:
         ctx.exit(WRONG)

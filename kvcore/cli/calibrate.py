@@ -53,35 +53,30 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     default="llama-3-8b",
-    show_default=True,
     metavar="NAME",
     help="Model of --from: a name of kvcore, or of Hugging Face, such as Qwen/Qwen3-32B.",
 )
 @click.option(
     "--device",
     default="h100",
-    show_default=True,
     metavar="NAME",
     help="GPU of --from: a name of kvcore or AIConfigurator, such as h200 or gb200.",
 )
 @click.option(
     "--tensor-parallel",
     default=4,
-    show_default=True,
     type=Count(1),
     help="Number of GPUs that share the model of --from.",
 )
 @click.option(
     "--engine",
     default="vllm",
-    show_default=True,
     type=click.Choice(get_args(EngineName)),
     help="Engine of --from.",
 )
 @click.option(
     "--weights-dtype",
     default="bf16",
-    show_default=True,
     type=click.Choice(get_args(TableDtype)),
     help="Number format of weights and K/V of --from.",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    optional_file,
     plot_file,
     plot_option,
     print_notes,
@@ -41,7 +41,7 @@ from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.run_config import option_default, option_help
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -116,7 +116,6 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     "--jobs",
     type=Count(),
     default=1,
-    show_default=True,
     help="Number of processes that replay, where there are several rows.",
 )
 @price_option
@@ -152,7 +151,7 @@ def compare(workload: str | None, **given: Any) -> None:
     prefix = SHARING if given["prefix"] is None else given["prefix"]
     csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
     with (
-        nullcontext() if csv is None else atomic_file(csv) as rows,
+        optional_file(csv) as rows,
         metrics_file(prometheus, source, as_json=as_json) as metrics,
         plot_file(given["picture"], source.options().values()) as write_plot,
     ):

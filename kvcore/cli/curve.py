@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeAlias
 
 import click
-import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
@@ -26,7 +25,9 @@ from kvcore.cli.options import (
 from kvcore.cli.output import (
     emit_json,
     file_path,
+    json_bytes,
     json_option,
+    optional_file,
     plot_file,
     plot_option,
     print_notes,
@@ -38,7 +39,7 @@ from kvcore.cli.output import (
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import refuse_overwrite
 from kvcore.host import cpus
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
@@ -120,51 +121,40 @@ def curve(workload: str | None, **given: Any) -> None:
     given["tier"] = _one_tier(given["tier"])
     source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
     out, model = given["out"], given["model"]
-    kind = _kind(out)
+    kind, inputs = _kind(out), source.options().values()
     if out is not None:
-        refuse_overwrite(out, source.options().values())
+        refuse_overwrite(out, inputs)
     _refuse(given)
     spec = load_model(MODEL if model is None else model)
     layout = None
     if model is not None or given["tier"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-    if given["tier"] is not None:
-        _plane(source, given, layout, kind, plugins)
-        return
-    points, blocks = _sizes(given["sizes"], POINTS)
-    policies = given["eviction"]
-    if policies is None:  # the optimum where it is known
-        policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
     if kind in FORMS:
         matplotlib()
-    inputs = source.options().values()
-    opened = nullcontext() if out is None else atomic_file(out)
-    with opened as file, plot_file(given["picture"], inputs) as write_plot:
-        curves = make_curves(
-            source,
-            policies,
-            blocks,
-            points=points,
-            block_size=given["block_size"],
-            accounting=given["accounting"],
-            recompute=PrefillCost.of(spec, find_device(DEVICE)),
-            seed=given["seed"],
-            jobs=cpus() if given["jobs"] is None else given["jobs"],
-            plugins=plugins,
-            progress=progress,
-        )
-        report = CurvesReport(curves, layout)
-        if file is not None:
-            _write(report, kind, file, plot)
-        write_plot(lambda form: plot(report, form))
+    search = {
+        "recompute": PrefillCost.of(spec, find_device(DEVICE)),
+        "seed": given["seed"],
+        "jobs": given["jobs"] or cpus(),
+        "plugins": plugins,
+        "progress": progress,
+    }
+    with optional_file(out) as file, plot_file(given["picture"], inputs) as write_plot:
+        if given["tier"] is None:
+            report, draw, show = _curves(source, given, layout, search)
+        else:
+            report, draw, show = _plane(source, given, layout, search)
+        if file is not None and kind == "csv":
+            report.write_csv(file)
+        elif file is not None and kind == "json":
+            file.buffer.write(json_bytes({"schema": 1, **report.document()}))
+        elif file is not None:
+            file.buffer.write(draw(kind))
+        write_plot(draw)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
-        print_text(report.headline)
-        if not report.empty:
-            print_table(report.headers, report.rows, right=report.headers)
-            print_text(f"{report.reading}\n{report.setup}")
+        show()
     print_notes(source)
 
 
@@ -190,59 +180,66 @@ def _refuse(given: dict[str, Any]) -> None:
         raise InputError(msg)
 
 
+Shown: TypeAlias = tuple[Any, Callable[[str], bytes], Callable[[], None]]
+"""A report, the function that draws it in a form, and the one that prints it."""
+
+
+def _curves(
+    source: Workload, given: dict[str, Any], layout: KVLayout | None, search: dict[str, Any]
+) -> Shown:
+    """Return the curves of policies over the sizes of a pool."""
+    points, blocks = _sizes(given["sizes"], POINTS)
+    policies = given["eviction"]
+    if policies is None:  # the optimum where it is known
+        policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
+    found = make_curves(
+        source,
+        policies,
+        blocks,
+        points=points,
+        block_size=given["block_size"],
+        accounting=given["accounting"],
+        **search,
+    )
+    report = CurvesReport(found, layout)
+
+    def show() -> None:
+        print_text(report.headline)
+        if not report.empty:
+            print_table(report.headers, report.rows, right=report.headers)
+            print_text(f"{report.reading}\n{report.setup}")
+
+    return report, partial(plot, report), show
+
+
 def _plane(
-    source: Workload, given: dict[str, Any], layout: Any, kind: str, plugins: Plugins
-) -> None:
-    """Show a plane, in place of curves."""
-    if kind in FORMS:
-        matplotlib()
-    out = given["out"]
-    drawn = kind in FORMS or given["picture"] is not None
+    source: Workload, given: dict[str, Any], layout: Any, search: dict[str, Any]
+) -> Shown:
+    """Return the plane over the sizes of a pool and a tier."""
+    drawn = given["picture"] is not None or _kind(given["out"]) in FORMS
     points, pools = _sizes(given["sizes"], FINE if drawn else SIDE)
-    inputs = source.options().values()
-    opened = nullcontext() if out is None else atomic_file(out)
-    with opened as file, plot_file(given["picture"], inputs) as write_plot:
-        found = make_plane(
-            source,
-            given["tier"],
-            layout,
-            pools=pools,
-            points=points if pools is None else len(pools),
-            eviction=given["eviction"] or "lru",
-            exact=given["exact"],
-            recompute=PrefillCost.of(layout.model, find_device(DEVICE)),
-            seed=given["seed"],
-            jobs=cpus() if given["jobs"] is None else given["jobs"],
-            plugins=plugins,
-            progress=progress,
-        )
-        report = PlaneReport(found, layout)
-        if file is not None:
-            _write(report, kind, file, lambda report, form: report.plot(form))
-        write_plot(report.plot)
-    if given["as_json"]:
-        emit_json({"schema": 1, **report.document()})
-    elif out is None:
-        hits, saved = report.rows(found.ratio), report.rows(found.saved)
+    found = make_plane(
+        source,
+        given["tier"],
+        layout,
+        pools=pools,
+        points=points if pools is None else len(pools),
+        eviction=given["eviction"] or "lru",
+        exact=given["exact"],
+        **search,
+    )
+    report = PlaneReport(found, layout)
+
+    def show() -> None:
         print_sections(
             f"{report.headline}\nThe share of these that hit in the pool, or are loaded:",
-            (report.headers, hits, report.headers),
+            (report.headers, report.rows(found.ratio), report.headers),
             "The share of all prefill time that this saves, less the time to load:",
-            (report.headers, saved, report.headers),
+            (report.headers, report.rows(found.saved), report.headers),
             f"{report.reading}\n{report.setup}",
         )
-    print_notes(source)
 
-
-def _write(report: Any, kind: str, file: TextIO, draw: Callable[[Any, str], bytes]) -> None:
-    """Write the files that options name."""
-    if kind == "csv":
-        report.write_csv(file)
-    elif kind == "json":
-        option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        file.buffer.write(orjson.dumps({"schema": 1, **report.document()}, option=option))
-    else:
-        file.buffer.write(draw(report, kind))
+    return report, report.plot, show
 
 
 def _kind(out: Path | None) -> str:

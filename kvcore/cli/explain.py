@@ -21,7 +21,7 @@ from kvcore.cli.output import (
     progress,
     reading,
 )
-from kvcore.cli.verb import Count, complete_workload, plugin_completion, verb
+from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
@@ -166,7 +166,7 @@ def _billed(
     kept = ("limit", "window", "seed")
     needless = [name for name in given if name not in kept and given[name] is not None]
     if needless:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in needless)
+        options = ", ".join(map(flag_of, needless))
         msg = f"--price explains the cache of an API, which has no {options}: leave it out"
         raise InputError(msg)
     workload = part_of(
@@ -197,8 +197,7 @@ def _is_trace(source: str, plugins: Plugins) -> bool:
 
 def _refuse(source: str, given: Mapping[str, object]) -> None:
     """Refuse options of workloads: a trace has its own."""
-    names = [name for name, value in given.items() if value is not None]
-    options = [f"--{name.replace('_', '-')}" for name in names]
+    options = [flag_of(name) for name, value in given.items() if value is not None]
     if options:
         msg = (
             f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "

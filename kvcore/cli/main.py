@@ -25,35 +25,6 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-VERBS = {
-    "bench": "kvcore.cli.bench",
-    "calibrate": "kvcore.cli.calibrate",
-    "compare": "kvcore.cli.compare",
-    "curve": "kvcore.cli.curve",
-    "demo": "kvcore.cli.demo",
-    "explain": "kvcore.cli.explain",
-    "export": "kvcore.cli.export",
-    "plan": "kvcore.cli.plan",
-    "plot": "kvcore.cli.plot",
-    "plugins": "kvcore.cli.plugins",
-    "quality": "kvcore.cli.quality",
-    "record": "kvcore.cli.record",
-    "replay": "kvcore.cli.replay",
-    "report": "kvcore.cli.report",
-    "route": "kvcore.cli.route",
-    "routers": "kvcore.cli.routers",
-    "run": "kvcore.cli.run",
-    "serve": "kvcore.cli.serve",
-    "simulate": "kvcore.cli.simulate",
-    "size": "kvcore.cli.size",
-    "sweep": "kvcore.cli.sweep",
-    "tour": "kvcore.cli.tour",
-    "validate": "kvcore.cli.validate",
-    "view": "kvcore.cli.view",
-    "watch": "kvcore.cli.watch",
-}
-"""Where each verb is: a module with a click command of the verb's name."""
-
 ABOUT = {
     "bench": "Measure SUITE: cpu, gpu, cache or sim.",
     "calibrate": "Fit a latency model to the measured steps of the CSV file STEPS.",
@@ -92,7 +63,10 @@ ABOUT = {
     "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
     "watch": "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.",
 }
-"""How the help page of each verb begins: the list of all is printed without importing any."""
+"""First sentences of the help pages: the list of all verbs is printed without importing any."""
+
+VERBS = {verb: f"kvcore.cli.{verb}" for verb in ABOUT}
+"""The module of each verb, which has a click command of the verb's name."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 """Exit codes besides an error's own; the last three are those a shell gives for the signal."""
@@ -149,15 +123,9 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the whole of their first sentences."""
-
-        def about(verb: str) -> str:
-            command = self.get_command(ctx, verb)
-            return command.get_short_help_str(sys.maxsize)
-
+        del ctx
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(verb, ABOUT.get(verb) or about(verb)) for verb in self.list_commands(ctx)]
-            )
+            formatter.write_dl(sorted(ABOUT.items()))
 
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001

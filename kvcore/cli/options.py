@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.output import file_path, input_file, print_table, prometheus_option
-from kvcore.cli.verb import Count, Time, complete_workload, plugin_completion
+from kvcore.cli.verb import Count, Time, complete_workload, flag_of, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.run_config import (
@@ -150,7 +150,7 @@ def shared(
     kind, choices = option_type(name), option_choices(name)
     kinds = (kind, *get_args(kind))  # of `float | None` too
     literal = next((each for each in kinds if get_origin(each) is Literal), None)
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", **more)
     if name in MULTIPLE:
@@ -343,13 +343,19 @@ def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
     return shared(name, text=f"{WHAT_IF}{text[0].lower()}{text[1:]}", default=None)
 
 
+def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the options that `RunConfig` has too, except `others`, in its order."""
+    names = (name for name in option_names() if name in given and name not in others)
+    return {name: given[name] for name in names}
+
+
 def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
     """Return the configuration that the options of a command line are.
 
     Raises:
         InputError: a value that its option cannot have.
     """
-    options = {name: given[name] for name in option_names() if name in given}
+    options = run_options(given)
     if options.get("like") is not None:
         # What was not given is as in that engine.
         source = click.get_current_context().get_parameter_source
@@ -368,7 +374,7 @@ def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:
 def _option_label(path: Path | None, from_file: set[str], option: str) -> str:
     if option in from_file:
         return f"{path}: {option}: "
-    return "WORKLOAD: " if option == "workload" else f"--{option.replace('_', '-')}: "
+    return "WORKLOAD: " if option == "workload" else f"{flag_of(option)}: "
 
 
 EXCLUSIVE = (

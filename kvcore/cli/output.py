@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import click
 import orjson
@@ -94,8 +94,8 @@ def terminal_width() -> int | None:
     return get_terminal_size().columns if results().isatty() else None
 
 
-def emit_json(payload: Mapping[str, Any]) -> None:
-    """Print `payload` on stdout as indented JSON and a newline.
+def json_bytes(payload: Mapping[str, Any]) -> bytes:
+    """Return `payload` as indented JSON, with a newline at the end.
 
     Raises:
         ValueError: it does not say which `schema` it has.
@@ -104,12 +104,21 @@ def emit_json(payload: Mapping[str, Any]) -> None:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
     try:
-        document = orjson.dumps(payload, option=orjson.OPT_INDENT_2)
+        return orjson.dumps(payload, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
         import json  # noqa: PLC0415 - for integers beyond 64 bits alone
 
-        document = json.dumps(payload, indent=2).encode()
-    click.echo(escaped_json(document), file=results())
+        return json.dumps(payload, indent=2).encode() + b"\n"
+
+
+def emit_json(payload: Mapping[str, Any]) -> None:
+    """Print `payload` on stdout as `json_bytes` has it."""
+    click.echo(escaped_json(json_bytes(payload)), nl=False, file=results())
+
+
+def optional_file(path: Path | None) -> AbstractContextManager[TextIO | None]:
+    """Open a file as `atomic_file` does; without a path yield None."""
+    return nullcontext() if path is None else atomic_file(path)
 
 
 def print_text(text: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import orjson
 from click.core import ParameterSource
 
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
@@ -20,6 +19,7 @@ from kvcore.cli.options import (
     executor_options,
     part_options,
     poolwide_options,
+    run_options,
     shared,
     traffic_options,
     workload_argument,
@@ -27,6 +27,7 @@ from kvcore.cli.options import (
 from kvcore.cli.output import (
     emit_json,
     file_path,
+    json_bytes,
     json_option,
     plot_file,
     plot_option,
@@ -34,7 +35,6 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import Count, echo, verb
-from kvcore.config.run_config import option_names
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.plugins import Plugins
 from kvcore.report.plan import HEADERS, PlanReport
@@ -116,11 +116,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())
     not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
-    options = {
-        name: given[name]
-        for name in option_names()
-        if name in given and name not in ("workload", "tier", "tensor_parallel", "replicas")
-    }
+    options = run_options(given, "workload", "tier", "tensor_parallel", "replicas")
     make_directory(out)
     try:
         with (
@@ -142,8 +138,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
             report = PlanReport(found)
             document = {"schema": 1, **report.document()}
             with atomic_file(written) as file:
-                option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-                file.buffer.write(orjson.dumps(document, option=option))
+                file.buffer.write(json_bytes(document))
             write_plot(partial(_plot, report))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)

@@ -15,6 +15,7 @@ from kvcore.cli.options import (
     names_from_file,
     part_options,
     policy_options,
+    run_options,
     shared,
     traffic_options,
     workload_argument,
@@ -28,7 +29,6 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.config.run_config import option_names
 from kvcore.plugins import Plugins
 from kvcore.report.routers import RoutersReport
 from kvcore.workloads.selection import find_workload
@@ -81,11 +81,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     """
     names_from_file(ctx, given | {"trace": None, "out": None})
     source = find_workload(given["workload"], Plugins(), given["seed"])
-    options = {
-        name: given[name]
-        for name in option_names()
-        if name in given and name not in ("workload", "replicas") and given[name] is not None
-    }
+    options = run_options(given, "workload", "replicas")
     with plot_file(given["picture"], source.options().values()) as write_plot:
         found = compare_routers(
             source,
@@ -93,7 +89,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             given["replicas"],
             executor=executor_for(given["executor"], given["jobs"]),
             progress=progress,
-            **options,
+            **{name: value for name, value in options.items() if value is not None},
         )
         report = RoutersReport(found)
         write_plot(report.chart().plot)

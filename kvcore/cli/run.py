@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -24,18 +23,19 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    optional_file,
     print_notes,
     print_text,
     progress,
 )
 from kvcore.cli.simulate import document_of, outputs, print_report, report_of
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.verb import Count, echo, flag_of, verb
 from kvcore.config import EngineParts
 from kvcore.config.run_config import option_help
 from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import refuse_overwrite
 from kvcore.progress import silent, ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
@@ -148,7 +148,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         refuse_overwrite(step_times, engine.workload.options().values())
     with (
         outputs(engine, given) as (trace, write_metrics),
-        nullcontext() if step_times is None else atomic_file(step_times) as times,
+        optional_file(step_times) as times,
     ):
         result = _serve(engine, trace, residency=given["residency"], live=given["live"])
         if times is not None:
@@ -186,10 +186,10 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
     others, needed = (OF_WORKLOADS, "a WORKLOAD") if texts else (OF_PROMPTS, "--prompt")
     for name in others:
         if given[name] is not None:
-            msg = f"--{name.replace('_', '-')} is for {needed} alone: leave it out"
+            msg = f"{flag_of(name)} is for {needed} alone: leave it out"
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
-            msg = f"--{name.replace('_', '-')} needs --clock wall"
+            msg = f"{flag_of(name)} needs --clock wall"
     if msg:
         raise InputError(msg)
 

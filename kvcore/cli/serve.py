@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     "kvcore serve --generator huggingface:model=./my-model --kv-events tcp://127.0.0.1:5557",
     more="Ctrl-C and SIGTERM let open requests end, check the cache, and make the trace whole.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option(
     "--port",
     type=Count(0),
     default=8001,
-    show_default=True,
     help="Port to listen at; 0 takes a free one.",
 )
 @click.option("--name", help="Name of the model for clients.  [default: the model's own]")
@@ -41,14 +40,12 @@ if TYPE_CHECKING:
     "--requests",
     type=Count(),
     default=1024,
-    show_default=True,
     help="Largest number of requests that run or wait; more are answered with 503.",
 )
 @click.option(
     "--body",
     type=Count(),
     default=1 << 20,
-    show_default=True,
     help="Largest number of bytes of a request.",
 )
 @click.option(

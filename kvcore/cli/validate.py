@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -11,19 +10,19 @@ from click.core import ParameterSource
 from kvcore.analysis.measured import AIC
 from kvcore.analysis.validation import GROUPS, ROUNDS, SPREAD
 from kvcore.analysis.validation import validate as compare_rows
-from kvcore.cli.options import batching_options, shared
+from kvcore.cli.options import batching_options, run_options, shared
 from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    optional_file,
     picture_option,
     plot_file,
     print_sections,
     progress,
 )
 from kvcore.cli.verb import Count, verb
-from kvcore.config.run_config import option_names
-from kvcore.files import atomic_file, input_path, refuse_overwrite
+from kvcore.files import input_path, refuse_overwrite
 from kvcore.report.validation import ValidationReport
 
 
@@ -83,14 +82,11 @@ def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
     table, out = given["csv"], given["out"]
     if table is not None:
         refuse_overwrite(table, [path])
-    default, source_of = ParameterSource.DEFAULT, ctx.get_parameter_source
-    options = {
-        name: given[name]
-        for name in option_names()
-        if name in given and source_of(name) is not default
-    }
+    source_of = ctx.get_parameter_source
+    unset = (name for name in given if source_of(name) is ParameterSource.DEFAULT)
+    options = run_options(given, *unset)
     with (
-        nullcontext() if table is None else atomic_file(table) as rows,
+        optional_file(table) as rows,
         plot_file(out, [path]) as write_plot,
     ):
         report = ValidationReport(

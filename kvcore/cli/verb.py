@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of an option by its name: `--block-size` of `block_size`."""
+    return f"--{name.replace('_', '-')}"
+
+
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 
 _CONTROLS = re.compile(
