@@ -40,7 +40,7 @@ DEADLINES = {"gpu": 480.0}
 @click.option(
     "--check",
     is_flag=True,
-    help="Measure no times: say whether results are right, and exit with 1 if one is not.",
+    help="Check results without measuring times; the exit code is 1 if one is wrong.",
 )
 @click.option(
     "--only",
@@ -63,24 +63,27 @@ DEADLINES = {"gpu": 480.0}
     **plugin_completion("backend"),
 )
 @click.option(
-    "--threads", type=Count(), default=1, metavar="N", help="Number of threads of a CPU."
+    "--threads", type=Count(), default=1, metavar="N", help="Number of CPU threads to use."
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     show_default="480 with gpu, else none",
-    help="Time after which no further case is begun.",
+    help="Time in seconds after which no further case begins.",
 )
 @click.option("--out", callback=file_path, metavar="FILE", help="File for the JSON document.")
 @json_option
 @click.pass_context
 def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
-    """Measure SUITE: cpu, gpu, cache or sim. Without one, all that can run here.
+    """Measure the speed of kvcore on this machine: SUITE is cpu, gpu, cache or sim.
 
-    The machine's own copy and read rates are measured first and last, then each operation:
-    bytes, time, share of those rates, and whether the result is right, compared with float64
-    over a pool whose unused slots are NaN.
+    Without SUITE, all suites that can run here are measured. cpu and gpu measure the
+    operations of backends on K/V, cache and sim the cache and the simulator.
+
+    The machine's own copy and read rates are measured first and last, and between them each
+    operation: its bytes, its time, its share of those rates, and whether its result is right,
+    compared with float64 over a pool whose unused slots are NaN.
     """
     names = list(dict.fromkeys(suites)) or available_suites()
     deadline = given["deadline"]

@@ -116,7 +116,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     "--jobs",
     type=Count(),
     default=1,
-    help="Number of processes that replay, where there are several rows.",
+    help="Number of processes that replay policies and pool sizes.",
 )
 @price_option
 @plot_option

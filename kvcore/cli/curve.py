@@ -71,25 +71,25 @@ KINDS = (*FORMS, "csv", "json")
     "--sizes",
     type=Numbers(f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"),
     metavar="N|LIST",
-    help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.  "
-    f"[default: {POINTS}; with --tier {SIDE}, in a plot {FINE}]",
+    help="Number of pool sizes, or a list of sizes in blocks, such as 1000,3000.  "
+    f"[default: {POINTS}; with --tier {SIDE}, and {FINE} in a plot]",
 )
 @click.option(
     "--tier",
     multiple=True,
     metavar="PLUGIN",
-    help="Tier below the pool, such as host:memory=4TiB: show a plane, by the sizes of both "
-    "up to that memory.",
+    help="Tier below the pool, such as host:memory=4TiB: show hits by the sizes of both, pool "
+    "and tier, up to that memory.",
     **plugin_completion("tier"),
 )
-@click.option("--exact", is_flag=True, help="Replay pool and tier at each point of the plane.")
+@click.option("--exact", is_flag=True, help="With --tier: replay both at each pair of sizes.")
 @block_size_option
 @shared("accounting", default="keys")
-@shared("model", default=None, text="Model whose K/V sizes are shown in bytes besides blocks.")
+@shared("model", default=None, text="Model whose K/V gives pool sizes in bytes, too.")
 @shared(
     "codec",
     default=None,
-    text=f"Codec: how that K/V is kept, such as int8.  [default: {CODEC}]",
+    text=f"Codec: how the K/V of --model is kept, such as int8.  [default: {CODEC}]",
 )
 @shared("seed", default=None)
 @click.option(
@@ -104,18 +104,19 @@ KINDS = (*FORMS, "csv", "json")
 @plot_option
 @json_option
 def curve(workload: str | None, **given: Any) -> None:
-    """Show what policies hit on WORKLOAD, by pool size up to one that holds everything.
+    """Show the hit ratios of eviction policies on WORKLOAD, by pool size.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
     file of any known format; `-` reads stdin. Without it, it is the trace that comes with
     kvcore.
 
-    Requests are replayed one after another, without a clock. In `keys` counting LRU takes
-    one pass for all sizes and the optimum next to nothing for each; other policies are
-    replayed once a size.
+    The largest pool holds every block of the workload. Requests are replayed one after
+    another, without a clock. In `keys` counting LRU takes one pass for all sizes, and the
+    optimum next to nothing for each; other policies are replayed once for each size.
 
-    With --tier, what is in the pool or in that tier, and how much prefill it saves: one pass
-    for LRU, or a replay of both for each point (--exact).
+    With --tier, the share of blocks that hit in the pool or in that tier, and the share of
+    prefill that this saves: in one pass for LRU, or by a replay of both for each pair of sizes
+    (--exact).
     """
     plugins = Plugins()
     given["tier"] = _one_tier(given["tier"])

@@ -50,33 +50,33 @@ ACCOUNTING = "keys"
     "--top",
     type=Count(),
     default=5,
-    help="Number of rows in the rankings of a summary.",
+    help="With --summary: number of rows in each ranking.",
 )
 @replica_option
 @part_options
-@shared("blocks", text="Number of KV blocks in the pool that a workload is replayed in.")
+@shared("blocks", text="Of a workload: number of KV blocks in the pool of its replay.")
 @click.option(
     "--eviction",
     metavar="PLUGIN",
     **plugin_completion("eviction"),
-    help=f"Eviction policy that a workload is replayed under.  [default: {EVICTION}]",
+    help=f"Of a workload: eviction policy of its replay.  [default: {EVICTION}]",
 )
 @shared(
     "block_size",
-    text="Number of tokens in a KV block, of a workload.  [default: as in a key]",
+    text="Of a workload: number of tokens in a KV block.  [default: as in a key]",
 )
 @shared(
     "accounting",
     default=None,
-    text=f"Count blocks of a workload by keys, or by tokens.  [default: {ACCOUNTING}]",
+    text=f"Of a workload: count blocks by keys, or by tokens.  [default: {ACCOUNTING}]",
 )
 @click.option(
     "--prefix",
     metavar="PLUGIN",
     **plugin_completion("prefix"),
-    help=f"Prefix cache that a workload is replayed with.  [default: {SHARING}]",
+    help=f"Of a workload: prefix cache of its replay.  [default: {SHARING}]",
 )
-@shared("seed", default=None, text="Seed of policies that draw random numbers, of a workload.")
+@shared("seed", default=None, text="Of a workload: seed of policies that draw random numbers.")
 @price_option
 @json_option
 def explain(
@@ -90,17 +90,17 @@ def explain(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Explain why REQUEST missed, or with --summary where hits were lost.
+    """Explain why the prompt of REQUEST missed, or with --summary where hits were lost.
 
     SOURCE is a trace, as --trace of compare, simulate and run writes it, or a workload as for
-    compare, which is then replayed in --blocks blocks, one request after another. What stands
-    before the cut of an unfinished trace is explained.
+    compare, which is then replayed in --blocks blocks, one request after another. An
+    unfinished trace is explained up to its cut.
 
-    With --price, SOURCE is a workload, such as the log of a chat API, and it is explained why
+    With --price, SOURCE is a workload, such as the log of a chat API; the command explains why
     the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
 
-    Of a cluster each request is explained by the replica that served it last; what another
-    replica had when it was routed was lost by the router.
+    In the trace of a cluster, each request is explained by the replica that served it last;
+    blocks that another replica had when the request was routed were lost by the router.
     """
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"

@@ -146,16 +146,18 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
 @click.option(
     "--zmq",
     metavar="ADDRESS",
-    help="Address to publish at over ZMQ, as vLLM does, in place of a file.",
+    help="Address at which events are published over ZMQ, as vLLM does, in place of a file.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="Address at which batches are sent again on request, with --zmq.",
+    help="With --zmq: address at which subscribers can ask for missing batches again.",
 )
 @replica_option
 @click.option(
-    "--force", is_flag=True, help="Write also where the disk seems to have too little space."
+    "--force",
+    is_flag=True,
+    help="Write the file even if the disk seems to have too little space.",
 )
 @json_option
 def export(

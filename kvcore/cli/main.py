@@ -26,23 +26,25 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 ABOUT = {
-    "bench": "Measure SUITE: cpu, gpu, cache or sim.",
+    "bench": "Measure the speed of kvcore on this machine: SUITE is cpu, gpu, cache or sim.",
     "calibrate": "Fit a latency model to the measured steps of the CSV file STEPS.",
     "compare": "Compare eviction policies on WORKLOAD, by pool size.",
-    "curve": (
-        "Show what policies hit on WORKLOAD, by pool size up to one that holds everything."
-    ),
+    "curve": "Show the hit ratios of eviction policies on WORKLOAD, by pool size.",
     "demo": "Watch what a KV cache does, on a model small enough to follow.",
-    "explain": "Explain why REQUEST missed, or with --summary where hits were lost.",
+    "explain": (
+        "Explain why the prompt of REQUEST missed, or with --summary where hits were lost."
+    ),
     "export": "Export the TRACE of a run as KV events, requests or tracks, for other tools.",
-    "plan": "Find the least GPUs, K/V memory and host RAM with which WORKLOAD meets its SLO.",
+    "plan": (
+        "Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD."
+    ),
     "plot": (
         "Plot a TRACE, or the RESULT of a run: a directory that `--out` of "
         "simulate or run wrote."
     ),
     "plugins": "List the plugins, where each is from, and whether it works here.",
     "quality": (
-        "Measure what is lost where K/V is bounded by a retention policy, or shrunk by a codec."
+        "Measure the loss of quality if a retention policy bounds K/V, or a codec shrinks it."
     ),
     "record": (
         "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
@@ -50,16 +52,18 @@ ABOUT = {
     "replay": "Replay the trace FILE: rebuild the cache line by line, and check every line.",
     "report": "Make a page that reports results: one file to send, which opens offline.",
     "route": "Route the requests of an OpenAI-style API to several servers.",
-    "routers": "Serve WORKLOAD with several servers under each router, and compare.",
+    "routers": (
+        "Compare routers: simulate serving WORKLOAD with several servers under each of them."
+    ),
     "run": "Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.",
     "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
     "simulate": "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
     "size": "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
     "sweep": (
-        "Run each combination of the workloads, policies, sizes and more that NAME.TOML gives."
+        "Run each combination of the workloads, policies, sizes and other options in NAME.TOML."
     ),
     "tour": "Make a page that explains the KV cache, for learners.",
-    "validate": "Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.",
+    "validate": "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput.",
     "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
     "watch": "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.",
 }

@@ -248,8 +248,8 @@ config_option = click.option(
 replica_option = click.option(
     "--replica",
     metavar="NUMBER[:LIFE]",
-    help="Number of the replica, where the trace is of a cluster; of one that failed and "
-    "returned also which of its lives, such as 1:2.",
+    help="Number of a replica in the trace of a cluster; if it failed and returned, also the "
+    "number of its life, such as 1:2.",
 )
 
 part_options = all_of(
@@ -285,7 +285,7 @@ output_options = all_of(
     click.option(
         "--live",
         is_flag=True,
-        help="Show pool and queue on stderr while it runs, as `kvcore watch` shows a trace.",
+        help="Show pool and queue on stderr during the run, as `kvcore watch` shows a trace.",
     ),
     prometheus_option,
 )
@@ -317,9 +317,9 @@ price_option = click.option(
     callback=_price,
     is_eager=True,
     metavar="PRICE",
-    help=f"Prices by which to bill the workload: {', '.join(PRICED)}, a model of theirs (list: "
-    "show all), or figures in USD per million tokens, such as "
-    "input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
+    help=f"Prices by which to bill the workload: those of {', '.join(PRICED)}, or of one of "
+    "their models (`list` shows all); or figures in USD per million tokens and a TTL in "
+    "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
 )
 """The option that bills a workload as an API would."""
 

@@ -59,14 +59,17 @@ HINT = "expected numbers, such as 1,2,4"
 @poolwide_options
 @shared(
     "tier",
-    text="Tier below the pool: the memory of `host` is the most a replica may have; others are "
-    f"as they are given; `none` leaves it out.  [default: {HOST}]",
+    text="Tier below the pool of a replica: the memory of `host` is the upper bound of the "
+    f"search, other tiers are taken as given; `none` leaves tiers out.  [default: {HOST}]",
 )
 @shared("model")
 @shared("device")
 @shared("codec")
 @shared("weights_dtype")
-@shared("memory", text="Bytes of K/V in the pool of a replica, at most.  [default: what fits]")
+@shared(
+    "memory",
+    text="Largest size of a replica's pool in bytes of K/V.  [default: as much as fits]",
+)
 @batching_options
 @traffic_options
 @click.option(
@@ -80,36 +83,39 @@ HINT = "expected numbers, such as 1,2,4"
     type=Numbers(HINT),
     metavar="LIST",
     default=",".join(map(str, DEGREES)),
-    help="Numbers of GPUs that share a model.",
+    help="Numbers of GPUs that share the model, each of which is tried.",
 )
 @click.option(
     "--replicas",
     type=Numbers(HINT),
     metavar="LIST",
-    help="Numbers of replicas of the model.  [default: the fewest that do]",
+    help="Numbers of replicas of the model to try.  [default: the fewest that meet the SLO]",
 )
-@click.option("--max-gpus", type=Count(), default=MOST_GPUS, help="Number of GPUs, at most.")
+@click.option(
+    "--max-gpus", type=Count(), default=MOST_GPUS, help="Largest number of GPUs of a fleet."
+)
 @click.option(
     "--out",
     callback=file_path,
     metavar="DIR",
-    help=f"Directory for plan.json and the journal, with which it goes on after an "
-    f"interruption.  [default: {RESULTS}]",
+    help="Directory for plan.json, and for the journal from which an interrupted search goes "
+    f"on.  [default: {RESULTS}]",
 )
 @executor_options
 @plot_option
 @json_option
 @click.pass_context
 def plan(ctx: click.Context, /, **given: Any) -> None:
-    """Find the least GPUs, K/V memory and host RAM with which WORKLOAD meets its SLO.
+    """Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
     file of any known format. Without it, it is the trace that comes with kvcore.
 
-    Fleets of replicas are simulated, the sessions divided among them by hash, until the least
-    are found that do; and once more with what no server has, to say what limits a smaller
-    fleet: its policy, the capacity of its memory, the content of the prompts, or compute.
-    What is finished is kept: the same command after an interruption goes on where it was.
+    Fleets of replicas are simulated, with sessions divided among the replicas by hash, until
+    the smallest ones that meet the SLO are found. Simulations of a smaller fleet with ideal
+    parts, such as an endless pool, then show its limit: the policy, the capacity of its
+    memory, the content of the prompts, or compute. Finished simulations are kept: after an
+    interruption the same command goes on with the rest.
     """
     source = find_workload(given["workload"], Plugins(), given["seed"])
     out = given["out"] or RESULTS

@@ -17,8 +17,8 @@ ROOMY = 100
 def plugins(*, as_json: bool) -> None:
     """List the plugins, where each is from, and whether it works here.
 
-    What is broken is listed too, with the reason: a plugin, or an entry point (of no kind)
-    that cannot be loaded.
+    A broken plugin is listed too, with the reason, and so is an entry point that cannot be
+    loaded, without a kind.
     """
     infos = Plugins().listing()
     if as_json:

@@ -68,25 +68,25 @@ def rotation(
     "address",
     required=True,
     metavar="ADDRESS",
-    help="Address of a publisher to listen to, such as tcp://127.0.0.1:5557.",
+    help="Address at which the server publishes, such as tcp://127.0.0.1:5557.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="Address at which the publisher sends missing batches again.",
+    help="Address at which the server sends missing batches again.",
 )
 @click.option(
     "--topic",
     default="",
     show_default=False,
     metavar="PREFIX",
-    help="Prefix of the topics to subscribe to; all by default.",
+    help="Prefix of the topics to subscribe to.  [default: all topics]",
 )
 @click.option(
     "--ranks",
     type=Count(),
     default=1,
-    help="Number of data-parallel ranks, which publish at consecutive ports.",
+    help="Number of data-parallel ranks of the server, which publish at consecutive ports.",
 )
 @click.option(
     "--for",
@@ -112,7 +112,7 @@ def rotation(
     type=Seconds(),
     default="5",
     metavar="SECONDS",
-    help="Longest time between two tries to connect again.",
+    help="Longest time between two attempts to connect again.",
 )
 @click.option(
     "-o",
@@ -144,8 +144,8 @@ def record(
     """Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM.
 
     Ctrl-C, SIGTERM, --for and --batches end the recording, each with a complete file. Missing
-    batches are asked for at --replay; those that cannot be had are recorded as lost. If no
-    batch came, nothing is written, an older FILE stays, and the exit code is 4.
+    batches are requested at --replay; those that are not sent again are recorded as lost. If
+    no batch arrives, nothing is written, an older FILE stays, and the exit code is 4.
     """
     from kvcore.kv_events.recording import RecordingWriter  # noqa: PLC0415 - as above
     from kvcore.kv_events.recording import record as run  # noqa: PLC0415 - a slow room

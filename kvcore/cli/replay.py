@@ -48,7 +48,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     "--at",
     type=Time(),
     metavar="SECONDS",
-    help="Time of the trace, in seconds, at which to report the state.",
+    help="Time of the trace, in seconds, at which the state is reported.  [default: its end]",
 )
 @what_if("eviction")
 @what_if("prefix")
@@ -76,7 +76,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     "--export",
     callback=file_path,
     metavar="FILE",
-    help="JSONL file for the trace of the requests run again.",
+    help="What if: JSONL file for the trace of the second run.",
 )
 @price_option
 @json_option
@@ -86,13 +86,13 @@ def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
     Fails if a line is damaged or cannot follow from those before it, and, after reporting
     what was readable, if the file is cut.
 
-    With any of the options that begin with "What if", or --export, the requests of FILE are
-    run again, with these different and all else as recorded, and both runs are printed side
-    by side. That takes a whole trace of `compare`, or, under the model's clock, of
-    `simulate` or `run`; or the recording of an engine.
+    With any of the options that begin with "What if", the requests of FILE are run again, with
+    these options changed and all others as recorded, and both runs are printed side by side.
+    That needs a complete trace of `compare`, or, under the model's clock, of `simulate` or
+    `run`; or the recording of an engine.
 
     FILE may also be a recording of a real server's KV events, as `kvcore record` writes it:
-    it is checked, and what it can tell is shown.
+    it is checked, and its counts are shown.
     """
     from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 

@@ -34,8 +34,8 @@ from kvcore.errors import InputError
 )
 @click.option(
     "--view",
-    help="What the router knows of caches: what was sent where (index), or the KV events of "
-    "the servers (events).  [default: index]",
+    help="Source of the router's knowledge of caches: an index of the prompts sent to each "
+    "server (index), or the KV events of the servers (events).  [default: index]",
 )
 @click.option("--host", help="Address to listen at.  [default: 127.0.0.1]")
 @click.option(
@@ -45,14 +45,14 @@ from kvcore.errors import InputError
     "--trace",
     callback=file_path,
     metavar="FILE",
-    help="JSONL file to write requests to, and where each was sent.",
+    help="JSONL file for requests, and for the server that each was sent to.",
 )
 def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None:
     """Route the requests of an OpenAI-style API to several servers.
 
-    URL is where a server's API is, such as http://127.0.0.1:8001. Completions and chats, with
-    and without streaming, go to the server that the router picks; one that dies before its
-    answer has begun is replaced by another.
+    URL is the address of a server's API, such as http://127.0.0.1:8001. Completions and chats,
+    with and without streaming, go to the server that the router picks. If that server dies
+    before its answer has begun, the request goes to another one.
     """
     from kvcore.online.proxy import run  # noqa: PLC0415 - a slow room
     from kvcore.online.route_config import RouteConfig  # noqa: PLC0415 - as above

@@ -70,14 +70,14 @@ from kvcore.workloads.selection import find_workload
 @json_option
 @click.pass_context
 def routers(ctx: click.Context, /, **given: Any) -> None:
-    """Serve WORKLOAD with several servers under each router, and compare.
+    """Compare routers: simulate serving WORKLOAD with several servers under each of them.
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
     file of any known format. Without it, it is the trace that comes with kvcore.
 
-    One table has hits, how evenly servers are busy, latencies and goodput, and what one cache
-    of all their memory hits, with the same eviction and at best. Several --replicas show how
-    both change with their number.
+    One table has hits, the balance of load, latencies and goodput of each router, and the hits
+    of one cache with the memory of all servers, under the same eviction policy and under the
+    optimum. Several --replicas show how these change with the number of servers.
     """
     names_from_file(ctx, given | {"trace": None, "out": None})
     source = find_workload(given["workload"], Plugins(), given["seed"])

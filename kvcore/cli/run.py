@@ -60,7 +60,7 @@ ANNOUNCED = 1 << 30
     "prompts",
     multiple=True,
     metavar="TEXT",
-    help="Text to continue, in place of a workload; may be given several times.",
+    help="Text to continue, in place of WORKLOAD; may be given several times.",
 )
 @shared("generator")
 @shared("backend")
@@ -79,7 +79,8 @@ ANNOUNCED = 1 << 30
 @shared("window")
 @shared(
     "shrink",
-    text="Divisor of all lengths of the workload.  [default: what makes a key a block]",
+    text="Divisor of all lengths of the workload.  [default: tokens of a key by those of a "
+    "block]",
 )
 @click.option(
     "--max-output",
@@ -90,12 +91,16 @@ ANNOUNCED = 1 << 30
 @click.option(
     "--stop-at-eos",
     is_flag=True,
-    help="End a text at its end-of-sequence token; wall clock only.",
+    help="End an output at its end-of-sequence token; --clock wall alone.",
 )
 @shared("threads")
 @policy_options
-@shared("device", text="GPU whose steps --latency and --clock model time.")
-@shared("tensor_parallel", mode="run", text="Number of those GPUs that share the model.")
+@shared("device", text="GPU whose step times --clock model takes from --latency.")
+@shared(
+    "tensor_parallel",
+    mode="run",
+    text="Number of such GPUs that share the model, for --latency.",
+)
 @shared("blocks")
 @shared(
     "memory",
@@ -108,13 +113,14 @@ ANNOUNCED = 1 << 30
     "--step-times",
     callback=file_path,
     metavar="FILE",
-    help="CSV file to write the time of every step to, for `calibrate`; wall clock only.",
+    help="CSV file for the time of every step, which `kvcore calibrate` reads; --clock wall "
+    "alone.",
 )
 @click.option(
     "--acceptance",
     callback=file_path,
     metavar="FILE",
-    help="File for the drafts that were accepted, which the drafter `acceptance` reads.",
+    help="File for the numbers of accepted drafts, which the drafter `acceptance` reads.",
 )
 @json_option
 @click.pass_context
@@ -123,12 +129,12 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
     Cache, scheduler and loop are those of `kvcore simulate`, and under --clock model so is
     every decision. WORKLOAD is as there; without it, it is the trace that comes with kvcore.
-    A trace has no texts: token ids are drawn from its block keys, so that what it shares is
-    shared.
+    A trace has no texts: token ids are drawn from its block keys, so that prompts with common
+    keys have common tokens.
 
     The defaults finish in seconds on a CPU: a tiny model with random weights serves the
     first 20 requests, with their lengths divided so that a block key stands for one block
-    (by 32 for the trace that comes with kvcore). --limit 0 --shrink 1 is the whole of it.
+    (by 32 for the trace that comes with kvcore). --limit 0 --shrink 1 runs the whole workload.
     """
     from_file = names_from_file(ctx, given)
     _check(given, from_file)

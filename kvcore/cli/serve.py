@@ -46,28 +46,30 @@ if TYPE_CHECKING:
     "--body",
     type=Count(),
     default=1 << 20,
-    help="Largest number of bytes of a request.",
+    help="Largest size of a request in bytes.",
 )
 @click.option(
     "--client-timeout",
     type=Seconds(),
     default="30",
     metavar="SECONDS",
-    help="Time in which clients send a request, and take each part of an answer.",
+    help="Longest time in which a client sends a request, or takes a part of an answer.",
 )
 @click.option(
     "--grace",
     type=Seconds(),
     default="10",
     metavar="SECONDS",
-    help="Time that open requests have when the server ends.",
+    help="Longest time that open requests may take when the server ends.",
 )
 @click.option(
     "--kv-events",
     metavar="ADDRESS",
-    help="Where KV events are published over ZMQ, such as tcp://127.0.0.1:5557.",
+    help="Address at which KV events are published over ZMQ, such as tcp://127.0.0.1:5557.",
 )
-@click.option("--kv-replay", metavar="ADDRESS", help="Where they can be asked for again.")
+@click.option(
+    "--kv-replay", metavar="ADDRESS", help="Address at which missing KV events are sent again."
+)
 @shared("generator")
 @shared("backend")
 @shared("model", mode="run", text="Model of the generator.  [default: a tiny one]")
@@ -94,8 +96,8 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     """Serve a model to clients of an OpenAI-style API, streamed or not.
 
     Cache, scheduler and engine are those of `kvcore run`, by the clock on the wall: a small
-    server for demonstrations and tests, and to record what one's own clients ask for. There is
-    no access control: who reaches the address can use it.
+    server for demonstrations and tests, and to record the requests of one's own clients. There
+    is no access control: any client that reaches the address can use it.
     """
     from kvcore.online.server import ServeConfig, run  # noqa: PLC0415 - a slow room
 

@@ -78,11 +78,14 @@ if TYPE_CHECKING:
 @click.option(
     "--search/--no-search",
     default=True,
-    help="Search for what would hold a workload that is too much, by simulating it again.",
+    help="If the load is too high, search for a request rate, and for numbers of blocks, GPUs "
+    "or servers, with which the queue does not grow, by further simulations.",
 )
 @price_option
 @click.option(
-    "--show", is_flag=True, help="Print the limits and rules that would hold, and exit."
+    "--show",
+    is_flag=True,
+    help="Print the limits and rules that these options give, and exit.",
 )
 @json_option
 @click.pass_context
@@ -91,10 +94,9 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one r
 
     WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
     file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore. Other
-    plugins take options in the same way: --scheduler srpt:preemptive=false.
+    kvcore. Other plugins take options in the same way: --scheduler srpt:preemptive=false.
 
-    The defaults are Llama 3 8B on four H100, which can carry that trace; one cannot.
+    The defaults are Llama 3 8B on four H100 GPUs, which can serve that trace; one GPU cannot.
     """
     from_file = names_from_file(ctx, given)
     config = config_of(given, "simulate")

@@ -38,7 +38,7 @@ def _listed(what: str, names: Iterable[str]) -> str:
     renamed={"--dtype": "--codec"},
 )
 @click.argument("model")
-@click.option("--device", help="GPU that the model is to fit on, such as h200.")
+@click.option("--device", help="GPU that holds the model, such as h200.")
 @click.option("--tokens", type=Count(), default=8192, help="Number of tokens of a request.")
 @click.option(
     "--batch", type=Count(), default=1, help="Number of requests that are decoded together."
@@ -58,9 +58,12 @@ def _listed(what: str, names: Iterable[str]) -> str:
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
 @click.option(
     "--reserve",
-    help=f"Bytes or share of the memory to keep free, such as 8GiB.  [default: {RESERVE}]",
+    help="Bytes or share of the GPU's memory to keep free, such as 8GiB.  "
+    f"[default: {RESERVE}]",
 )
-@click.option("--window", type=Count(), help="Largest number of tokens that a layer keeps.")
+@click.option(
+    "--window", type=Count(), help="Largest number of tokens whose K/V a layer keeps."
+)
 @json_option
 def size(
     *,

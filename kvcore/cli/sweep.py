@@ -60,7 +60,7 @@ SHOWN = 10
 @click.option(
     "--plot-axis",
     metavar="NAME",
-    help="Axis to draw the plot over.  [default: the one of numbers that varies]",
+    help="Axis of the grid for the x-axis of the plot.  [default: the only one with numbers]",
 )
 @json_option
 @click.pass_context
@@ -76,11 +76,11 @@ def sweep(
     plot_axis: str | None,
     as_json: bool,
 ) -> None:
-    """Run each combination of the workloads, policies, sizes and more that NAME.TOML gives.
+    """Run each combination of the workloads, policies, sizes and other options in NAME.TOML.
 
     Each cell of the grid is simulated (mode "simulate") or replayed without a clock (mode
-    "compare"), in processes of this machine or on a Ray cluster. What is finished is kept:
-    the same command after a crash goes on where it was.
+    "compare"), in processes of this machine or on a Ray cluster. Finished cells are kept: after
+    a crash the same command goes on with the rest.
     """
     source = SweepFile.read(file)
     with _naming(None if executor or jobs else file):

@@ -44,25 +44,26 @@ def _conditions(
     multiple=True,
     callback=_conditions,
     metavar="NAME=VALUES",
-    help="Column, and the values of the rows to take: device=h100,h200.",
+    help="Column and its values in the rows to take, such as device=h100,h200.",
 )
 @click.option(
     "--by",
     default=",".join(GROUPS),
     metavar="LIST",
-    help="Columns by which rows are grouped; of several at once: model+engine.",
+    help="Columns by which errors are grouped; model+engine groups by both at once.",
 )
 @click.option(
     "--rounds",
     type=Count(),
     default=ROUNDS,
-    help="Number of requests of each client of a closed loop.",
+    help="Number of requests that each client of the closed loop sends, one after another.",
 )
 @click.option(
     "--spread",
     type=click.FloatRange(0, 1, max_open=True),
     default=SPREAD,
-    help="Share by which lengths vary: 0.2 draws them from 80 % to 100 % of the row's.",
+    help="Share by which lengths of requests vary: 0.2 draws them from 80 % to 100 % of those "
+    "of the row.",
 )
 @shared("latency")
 @shared("scheduler")
@@ -72,11 +73,12 @@ def _conditions(
 @json_option
 @click.pass_context
 def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
-    """Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.
+    """Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput.
 
     FILE is a table of measurements (CSV, or JSON Lines); `aic` stands for the samples that
-    come with the package aiconfigurator-core. Options are for rows that do not have them; a
-    row of an engine that --like knows is served by its rules, but for --like none.
+    come with the package aiconfigurator-core. An option applies to rows whose table has no
+    column of its name. A row of an engine that --like knows is served by the rules of that
+    engine, except with --like none.
     """
     path = source if source == AIC else input_path(source)
     table, out = given["csv"], given["out"]

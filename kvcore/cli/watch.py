@@ -44,22 +44,22 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     type=float,
     callback=factor,
     metavar="FACTOR",
-    help="Seconds of the trace in a second, or inf.  [default: 10; inf for a trace that is "
-    "being written, and in a pipe]",
+    help="Seconds of the trace shown in one second; inf does not wait.  [default: 10; inf for "
+    "a trace that is being written, and where stdout is no terminal]",
 )
 @click.option(
     "--from",
     "begin",
     type=Time(),
     metavar="SECONDS",
-    help="Time of the trace up to which it is read at once.",
+    help="Time of the trace, in seconds, up to which events are not waited for.",
 )
 @click.option(
     "--to",
     "end",
     type=Time(),
     metavar="SECONDS",
-    help="Time of the trace at which to stop.",
+    help="Time of the trace, in seconds, at which to stop.",
 )
 @replica_option
 @click.option(
@@ -67,7 +67,7 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     type=Time(),
     default="10",
     metavar="SECONDS",
-    help="Time of the trace between two lines, where stdout is no terminal.",
+    help="Seconds of the trace between two lines, where stdout is no terminal.",
 )
 def watch(
     *,
