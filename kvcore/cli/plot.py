@@ -10,11 +10,11 @@ import click
 from kvcore.analysis.timeline import Timeline
 from kvcore.cli.options import replica_option
 from kvcore.cli.output import picture_option, plot_file, reading
-from kvcore.cli.simulate import TRACE
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.report import plots
+from kvcore.serving.result import TRACE
 from kvcore.trace import rebuild_residency
 
 PlotKind: TypeAlias = Literal["occupancy", "hits", "ages", "timeline", "latency"]

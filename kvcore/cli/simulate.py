@@ -44,7 +44,7 @@ from kvcore.plugins.options import as_text
 from kvcore.progress import silent, ticked, unseen
 from kvcore.serving import Batching, Result, Scheduler
 from kvcore.serving import simulate as run_simulation
-from kvcore.serving.result import REQUESTS, SUMMARY, Reported
+from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
@@ -271,10 +271,7 @@ def _print_cluster(
     return report
 
 
-# What `run` has in common with it: the files it writes, and its report.
-
-TRACE = "trace.jsonl.gz"
-"""The name of the trace in a directory of results."""
+# Shared with `run`: the files of a run, and its report.
 
 
 @contextmanager

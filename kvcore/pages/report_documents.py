@@ -118,7 +118,11 @@ class Swept(Result):
         yield from self._charts()
         yield heading("All cells")
         rows = report.sweep.rows
-        measures = [each for each in MEASURES[grid.mode] if _told(each.column, rows)]
+        measures = [
+            each
+            for each in MEASURES[grid.mode]
+            if any(row[each.column] is not None for row in rows)
+        ]
         cells = [
             [
                 *(NONE if row[name] is None else as_text(row[name]) for name in grid.varied),
@@ -142,7 +146,12 @@ class Swept(Result):
         """Yield a chart for each measure, by the first axis of numbers; a line a policy."""
         grid, rows = self.grid, self.report.sweep.rows
         across = next(
-            (name for name in grid.varied if name not in POLICIES and _numeric(grid, name)),
+            (
+                name
+                for name in grid.varied
+                if name not in POLICIES
+                and all(type(value) in (int, float) for value in grid.axes[name])
+            ),
             None,
         )
         if across is None:
@@ -168,14 +177,6 @@ class Swept(Result):
                 Axis(title, unit),
                 curves(points, factor),
             )
-
-
-def _told(column: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    return any(row[column] is not None for row in rows)
-
-
-def _numeric(grid: SeenGrid, name: str) -> bool:
-    return all(type(value) in (int, float) for value in grid.axes[name])
 
 
 def _spread(values: Sequence[float]) -> bool:
@@ -253,14 +254,8 @@ class Planned(Result):
         yield from sentences(report.closing)
         yield from sentences("\n".join(plan.notes))
         options = {name: value for name, value in plan.setup.items() if name != "workload"}
-        line = command(
-            "plan",
-            plan.setup["workload"],
-            **options,
-            percentile=plan.percentile,
-            max_gpus=plan.max_gpus,
-        )
-        yield from again(line)
+        more = {"percentile": plan.percentile, "max_gpus": plan.max_gpus}
+        yield from again(command("plan", plan.setup["workload"], **options, **more))
 
 
 GRANTED = {
@@ -350,8 +345,7 @@ class Rerun(Result):
         }
         if "tiers" in changed:
             changed["tier"] = changed.pop("tiers") or "none"
-        line = command("replay", found.file, **changed, json=True)
-        yield from again(line)
+        yield from again(command("replay", found.file, **changed, json=True))
         yield from sentences(
             f"Regret and miss reasons are those of the trace: give {found.file} to `kvcore "
             "report` too.",

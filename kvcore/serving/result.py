@@ -388,7 +388,7 @@ def _time(
     return time * steps
 
 
-SUMMARY, REQUESTS = "summary.json", "requests.jsonl"
+SUMMARY, REQUESTS, TRACE = "summary.json", "requests.jsonl", "trace.jsonl.gz"
 
 
 @attrs.frozen
