@@ -1,8 +1,8 @@
-"""`kvcore bench`: what kvcore does in a second here, beside what the machine can."""
+"""`kvcore bench`: the speed of kvcore, beside the limits of this machine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,14 +20,11 @@ from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.report.bench import RIGHT, BenchReport
 
-if TYPE_CHECKING:
-    from kvcore.bench import Row
-
 WRONG = 1
-"""Exit code of a run in which a result was not right."""
+"""Exit code if a result is wrong."""
 
 DEADLINES = {"gpu": 480.0}
-"""Seconds after which a suite begins no further case."""
+"""Default of `--deadline` in seconds, by suite."""
 
 
 @verb(
@@ -103,11 +100,7 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
         raise InputError(msg)
     with optional_file(given["out"]) as file:
         with progress(f"measuring {', '.join(names)}: rows", None) as tick:
-
-            def told(_: Row) -> None:
-                tick(1)
-
-            result = run_suites(names, settings, tell=told)
+            result = run_suites(names, settings, tell=lambda _: tick(1))
         if file is not None:
             file.buffer.write(json_bytes(result.document()))
     _show(result, as_json=given["as_json"])

@@ -1,4 +1,4 @@
-"""`kvcore calibrate`: the latency model that fits measured steps."""
+"""`kvcore calibrate`: fit a latency model to measured steps."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _compose(out: Path, deployment: Deployment, *, as_json: bool) -> None:
 
 
 def _model(text: str) -> Any:
-    """Return the latency model of a text that sets no option which the fit sets."""
+    """Return the latency model of a text, which may set no option that is fitted."""
     model = Plugins().build("latency", text)
     if isinstance(model, Calibratable):
         fitted = model.fitted_times + model.fitted_shares

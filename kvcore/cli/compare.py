@@ -201,7 +201,7 @@ def _plot(report: ComparisonReport, form: str) -> bytes:
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON has it; bills and tiers are left out where there are none."""
+    """Return the JSON document of a comparison, without bills or tiers if it has none."""
     fields = attrs.asdict(comparison)
     left_out = set() if comparison.bills else {"bill"}
     if all(row.reuse_ratio is None for row in comparison.rows):
@@ -237,10 +237,14 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
 
 @attrs.frozen
 class Budget:
-    """Pools given by the bytes they may take.
+    """Sizes of pools in bytes.
+
+    Attributes:
+        layout: the K/V of a block.
+        bytes: sizes of the pools.
 
     Raises:
-        InputError: one in which not even a block fits.
+        InputError: a pool is smaller than a block.
     """
 
     layout: KVLayout
@@ -250,23 +254,23 @@ class Budget:
         """Refuse a size below one block."""
         for budget in self.bytes:
             if not self.layout.blocks_in(budget):
-                told = block_bytes(self.layout)
-                msg = f"--memory: {format_bytes(budget)} is less than a block. {told}"
+                size = block_bytes(self.layout)
+                msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
                 raise InputError(msg)
 
     @property
     def labels(self) -> dict[int, str]:
-        """The bytes of each pool size, for people."""
+        """Sizes in bytes as text, by the number of blocks."""
         return {self.layout.blocks_in(size): format_bytes(size) for size in self.bytes}
 
     def document(self) -> dict[str, Any]:
-        """Return the budgets as JSON has them."""
+        """Return the JSON document of the sizes."""
         sizes = ({"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes)
         return memory_fields(self.layout) | {"budgets": list(sizes)}
 
 
 def _refuse(source: Workload, given: dict[str, Any]) -> None:
-    """Refuse options that do not go together, or a CSV file in place of the workload's."""
+    """Refuse options that exclude or need one another, and a CSV file over the workload's."""
     blocks, memory, trace, csv = (given[name] for name in ("blocks", "memory", "trace", "csv"))
     one_row = {"--eviction NAME": given["eviction"], "--blocks N": blocks or memory}
     missing = " ".join(option for option, value in one_row.items() if value is None)
@@ -284,7 +288,7 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
 
 
 def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunParts:
-    """Return what puts the tiers below a cache, each row's its own."""
+    """Return the parts of a run that make the tiers below the cache of each row."""
     names = ("model", "codec", "block_size", "accounting", "seed", "tier")
     options = {name: given[name] for name in names if given[name] is not None}
     # The pool has a block here: the sizes are those of the rows.
@@ -293,6 +297,6 @@ def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunPart
 
 
 def _candidates(accounting: str, prefix: str) -> str:
-    """Return the policies to compare where none are given: the optimum where it is a bound."""
+    """Return the default policies, with the optimum if it is a bound."""
     bounded = accounting == "keys" and prefix.partition(":")[0].strip() == SHARING
     return f"{POLICIES},optimum" if bounded else POLICIES

@@ -1,4 +1,4 @@
-"""`kvcore curve`: what policies hit by pool size, and with a tier, by the sizes of both."""
+"""`kvcore curve`: hit ratios by pool size, and with a tier, by the sizes of both."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from kvcore.workloads import Workload, part_of
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000
 SIDE, FINE = 7, 25
-"""Sizes of the pool and of a tier, where none are given: in tables, and in pictures."""
+"""Default numbers of sizes with a tier: in tables, and in plots."""
 KINDS = (*FORMS, "csv", "json")
-"""What `--out` can write, by the end of the file's name."""
+"""Suffixes of files for `--out`."""
 
 
 @verb(
@@ -160,7 +160,7 @@ def curve(workload: str | None, **given: Any) -> None:
 
 
 def _one_tier(given: Sequence[str]) -> Spec | None:
-    """Return the tier of a plane, or None where none is asked for."""
+    """Return the tier of a plane; None for curves."""
     specs = [spec for text in given if text != "none" for spec in parse(text)]
     if len(specs) > 1:
         msg = f"--tier: {len(specs)} were given, and a plane has one; see `kvcore compare`"
@@ -244,7 +244,7 @@ def _plane(
 
 
 def _kind(out: Path | None) -> str:
-    """Return what `--out` is to be, by its name."""
+    """Return the suffix of `--out`; empty without it."""
     kind = "" if out is None else out.suffix[1:].lower()
     if out is not None and kind not in KINDS:
         msg = f"--out {out}: a name says what is written; end it with .{', .'.join(KINDS)}"

@@ -1,4 +1,4 @@
-"""`kvcore explain`: why requests missed, one of them or all, from a trace or a workload."""
+"""`kvcore explain`: the reasons of misses in a trace or a workload."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _billed(
     *,
     as_json: bool,
 ) -> None:
-    """Explain what an API read of a workload's prompts, or of one of them."""
+    """Explain which tokens of prompts an API did not read from its cache."""
     from kvcore.analysis.prompt_misses import explain_prompts  # noqa: PLC0415 - for prices alone
 
     kept = ("limit", "window", "seed")
@@ -186,7 +186,7 @@ def _billed(
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:
-    """Return True if `source` is a file that begins as a trace, and names no plugin."""
+    """Return True if `source` is the file of a trace, and names no workload plugin."""
     path = input_path(source)
     name = source.partition(":")[0].strip()
     if name in plugins.names("workload") or not path.is_file():
@@ -196,7 +196,7 @@ def _is_trace(source: str, plugins: Plugins) -> bool:
 
 
 def _refuse(source: str, given: Mapping[str, object]) -> None:
-    """Refuse options of workloads: a trace has its own."""
+    """Refuse options of workloads: those of a trace are in its header."""
     options = [flag_of(name) for name, value in given.items() if value is not None]
     if options:
         msg = (
@@ -207,7 +207,7 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
 
 
 def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explanation:
-    """Replay a workload into a trace that is gone afterwards, and explain that."""
+    """Replay a workload into a temporary trace, and explain that."""
     found = find_workload(source, plugins, given["seed"])
     workload = part_of(found, given["limit"], given["window"])
     if given["blocks"] is None:

@@ -1,4 +1,4 @@
-"""The frame of the command line: finds the verb, turns errors into exit codes."""
+"""The entry of the command line: finds the verb, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ VERBS = {verb: f"kvcore.cli.{verb}" for verb in ABOUT}
 """The module of each verb, which has a click command of the verb's name."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
-"""Exit codes besides an error's own; the last three are those a shell gives for the signal."""
-
+"""Exit codes besides those of errors; the last three are those of a shell for the signal."""
 
 COMPLETE = "_KVCORE_COMPLETE"
 """Environment variable by which a shell asks for completions, as click defines it."""
@@ -97,7 +96,7 @@ PLAIN = str.maketrans(
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised when the process is asked to end (SIGTERM): files are dropped as for Ctrl-C."""
+    """Raised on SIGTERM: files are discarded as for Ctrl-C."""
 
 
 class Verbs(click.Group):
@@ -109,7 +108,7 @@ class Verbs(click.Group):
         return sorted(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """Return the command of a verb, or fail with the nearest one."""
+        """Return the command of a verb; fail with the nearest verb if there is none."""
         if cmd_name == help_page.name:
             return help_page
         if cmd_name not in VERBS:
@@ -118,7 +117,7 @@ class Verbs(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the verbs that begin so, none of them imported."""
+        """Return the verbs that begin with `incomplete`, without importing them."""
         from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
 
         options = click.Command.shell_complete(self, ctx, incomplete)
@@ -185,15 +184,15 @@ def kvcore(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: what the program `kvcore` calls.
+    """Run the command line of this process, and exit.
 
-    Once the verb is loaded, Ctrl-C and SIGTERM raise; an exception may get lost before.
+    Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception.
     """
-    # Of what a run makes, hardly anything is a cycle: to look for some costs a tenth of it.
+    # A run makes hardly any cycles, and the search for them takes a tenth of its time.
     gc.set_threshold(50_000, 20, 20)
     _prepare_streams()
-    warnings.showwarning = _tell  # type: ignore[assignment]
-    # What torch says on import where there is no numpy, of which kvcore needs nothing.
+    warnings.showwarning = _print_warning  # type: ignore[assignment]
+    # torch warns on import if there is no numpy, which kvcore does not need.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     for verb in VERBS.keys() & sys.argv[1:2]:
         import_module(VERBS[verb])
@@ -202,11 +201,11 @@ def main() -> NoReturn:
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Nor is any among what was imported.
+    # Imported objects are in no cycle that could be freed.
     gc.freeze()
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, before)
-    # What is left goes with the process: looking through it for cycles takes 20 ms.
+    # The process ends: a last search for cycles would take 20 ms.
     gc.freeze()
     sys.exit(code)
 
@@ -214,8 +213,8 @@ def main() -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed on stderr.
 
-    A reader of stdout that goes away early is no error. Errors of kvcore's own
-    making (bugs) are not caught.
+    Nothing is printed if the reader of stdout closes it early. Exceptions that are bugs of
+    kvcore are not caught.
     """
     try:
         code = _invoke(arguments)
@@ -247,8 +246,8 @@ def _invoke(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tell(message: Warning | str, *_: object) -> None:
-    """Print a warning as one line, without the place in the code."""
+def _print_warning(message: Warning | str, *_: object) -> None:
+    """Print a warning as one line, without its place in the code."""
     echo(f"kvcore: {message}", err=True)
 
 
@@ -266,7 +265,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _no_such_option(flag: str, context: click.Context) -> str:
-    """Return a sentence with the option of this verb that is nearest, or who else has it."""
+    """Return a sentence with the nearest option of this verb, or the verbs that have it."""
     from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
 
     own = _flags(context.command, context)
@@ -290,7 +289,7 @@ def _flags(command: click.Command, context: click.Context) -> list[str]:
 def _reason(error: OSError) -> str:
     if _unusable(error):
         return f"{error.filename}: cannot be read: {error.strerror}"
-    # Whatever else is written says its name in the error.
+    # Other files are named in their errors.
     place = error.filename or ("standard output" if error.errno == ENOSPC else None)
     reason = error.strerror or str(error)
     return f"{place}: {reason}" if place else reason
@@ -309,13 +308,13 @@ def _fail(message: str, code: int) -> int:
 
 
 def _prepare_streams() -> None:
-    """Make stdout and stderr take any text, also where they are closed or know few letters."""
+    """Let stdout and stderr write any text, even if they are closed or have few characters."""
     codecs.register_error("kvcore", _plain)
     # click takes "ascii" for a mistake, and writes UTF-8 there.
     codecs.register({"kvcore_ascii": _ascii()}.get)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed; else a file would take its number
+        if stream is None:  # closed: the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
         elif stream.errors in ("strict", "backslashreplace"):
             ascii_only = codecs.lookup(stream.encoding).name == "ascii"
@@ -337,7 +336,7 @@ def _ascii() -> codecs.CodecInfo:
 
 
 def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return ASCII for characters that cannot be encoded: something like them, or escapes."""
+    """Return ASCII for characters that cannot be encoded: similar ones, or escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(PLAIN)
@@ -345,7 +344,7 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _discard_unwritable() -> None:
-    """Drop output that cannot be written, which Python would try to write again at exit."""
+    """Discard output that cannot be written, so that Python does not try again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

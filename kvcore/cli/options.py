@@ -1,4 +1,4 @@
-"""The options that verbs share, each declared once, and the file that `--config` names."""
+"""The options that verbs share, and the file of `--config`."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ METAVARS = {
 }
 
 TEXT = ("model", "device", *METAVARS)
-"""Options that are more than a number or a choice: their text is read as in TOML."""
+"""Options that are neither a number nor a choice: their text is read as in TOML."""
 
 MULTIPLE = ("tier", "fail")
 """Options that may be given several times."""
 
 
 def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Read the text of an option as `RunConfig` does; None stays, and text that says it.
+    """Read the text of an option as `RunConfig` does; None stays, and so does text for None.
 
-    Where a trace is run again, an option that is not given is None: as recorded.
+    In a verb that runs a trace again, None means that the option is as recorded.
     """
     if value is None or value == ():
         return None
@@ -119,11 +119,11 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new rele
 workload_argument = click.argument(
     "workload", required=False, type=click.UNPROCESSED, shell_complete=complete_workload
 )
-"""The workload that a verb reads; without it, the trace that comes with kvcore."""
+"""The workload of a verb; without it, the trace that comes with kvcore."""
 
 
 def _shown(default: Any) -> Any:
-    """Return a default as the command line takes it."""
+    """Return a default in the form of the command line."""
     if isinstance(default, SLO):
         return slo_text(default)
     return default if default is None or isinstance(default, int | float) else as_text(default)
@@ -139,10 +139,10 @@ def shared(
     """Return the option of a verb that `RunConfig` declares under `name`.
 
     Args:
-        name: the name of the field.
-        mode: the mode whose default it has.
-        text: its help text; None: that of the field.
-        default: its default; if left out, that of the field.
+        name: name of the field.
+        mode: mode of the default.
+        text: help text; None: that of the field.
+        default: default of the option; if left out, that of the field.
     """
     if default is ...:
         default = option_default(name, mode)
@@ -178,7 +178,7 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def policies_option(policies: str) -> Callable[[Command], Command]:
-    """Return the option of the policies to compare; without it, `policies` and the bound."""
+    """Return the option of the policies to compare: by default `policies` and the optimum."""
     return click.option(
         "--eviction",
         metavar="LIST",
@@ -191,11 +191,11 @@ def policies_option(policies: str) -> Callable[[Command], Command]:
 block_size_option = shared(
     "block_size", text="Number of tokens in a KV block.  [default: as in a key]"
 )
-"""The block size of a verb without a clock; None: that of the workload's keys."""
+"""The block size of a verb without a clock; None: the tokens of a key of the workload."""
 
 
 def tokens_of(source: Workload, given: dict[str, Any]) -> int:
-    """Return the tokens of a block: as given, or those of a key of `source`."""
+    """Return the tokens of a block: those of the option, or else of a key of `source`."""
     size: int | None = given["block_size"]
     return source.key_tokens if size is None else size
 
@@ -217,8 +217,8 @@ batching_options = all_of(
 
 
 def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Make what the file at `value` gives the defaults of the command's other options."""
-    path = file_path(ctx, param, value)  # no pipe: paths in it are relative to the file
+    """Take the values in the file at `value` as defaults of the command's other options."""
+    path = file_path(ctx, param, value)  # no pipe: its paths are relative to the file
     if path is not None:
         options = toml_types(ctx.command)
         found = read_toml(path, {key: kind for key, (_, kind) in options.items()})
@@ -243,7 +243,7 @@ config_option = click.option(
     metavar="FILE",
     help="TOML file with options; those on the command line win.",
 )
-"""The `--config` option. Further options of the command need no mention of it."""
+"""The `--config` option. It has the other options of its command as keys."""
 
 replica_option = click.option(
     "--replica",
@@ -292,11 +292,11 @@ output_options = all_of(
 
 
 PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
-"""The providers whose prices are known; the table of them is imported with `--price`."""
+"""Providers of `kvcore.models.pricing`, which is imported with `--price` alone."""
 
 
 def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that the text of `--price` names, or print the known ones."""
+    """Return the prices that the text of `--price` names; for `list` print all, and exit."""
     if value is None or ctx.resilient_parsing:
         return None
     from kvcore.models.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone
@@ -321,7 +321,7 @@ price_option = click.option(
     "their models (`list` shows all); or figures in USD per million tokens and a TTL in "
     "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
 )
-"""The option that bills a workload as an API would."""
+"""The option that bills a workload by the prices of an API."""
 
 
 executor_options = all_of(
@@ -334,11 +334,11 @@ executor_options = all_of(
         help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
     ),
 )
-"""The options that say where the simulations of a search run."""
+"""The options for the number and the place of a search's simulations."""
 
 
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
-    """Return the option of `name` for a verb that runs a trace again; None: as recorded."""
+    """Return the option `name` of a verb that runs a trace again; None: as recorded."""
     text = text or option_help(name)
     return shared(name, text=f"{WHAT_IF}{text[0].lower()}{text[1:]}", default=None)
 
@@ -350,14 +350,14 @@ def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
 
 
 def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
-    """Return the configuration that the options of a command line are.
+    """Return the configuration of a mode from the options of a command line.
 
     Raises:
-        InputError: a value that its option cannot have.
+        InputError: an option has an invalid value.
     """
     options = run_options(given)
     if options.get("like") is not None:
-        # What was not given is as in that engine.
+        # Options that are not given are those of that engine.
         source = click.get_current_context().get_parameter_source
         default = ParameterSource.DEFAULT
         options = {name: each for name, each in options.items() if source(name) != default}
@@ -367,7 +367,7 @@ def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
 
 
 def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:
-    """Return what errors about an option begin with: its flag, or its file and its key."""
+    """Return a function from an option to the beginning of its errors: its flag, or its key."""
     return partial(_option_label, path, from_file)
 
 
@@ -386,10 +386,10 @@ EXCLUSIVE = (
 def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
     """Return the names of the options that come from the configuration file.
 
-    Of two that exclude one another, the one in the file gives way to the command line's.
+    If two options exclude one another, that of the command line removes that of the file.
 
     Raises:
-        InputError: both are given in the same place.
+        InputError: both are given on the command line, or both in the file.
     """
     source = ctx.get_parameter_source
     from_file = {name for name in given if source(name) is ParameterSource.DEFAULT_MAP}
@@ -408,7 +408,7 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
 
 
 def _type(option: click.Parameter) -> Any:
-    """Return the type that a value of an option has in TOML."""
+    """Return the type of an option's value in TOML."""
     if isinstance(option.type, Numbers):
         return list[int]
     if isinstance(option.type, Time):

@@ -1,4 +1,4 @@
-"""`kvcore plan`: the least GPUs, memory and host RAM that meet an SLO, and what limits them."""
+"""`kvcore plan`: the smallest fleets that meet an SLO, and the limit of smaller ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""
 
 RESULTS = Path("plan-results")
-"""The directory of the journal and the plan, where none is named."""
+"""The default directory of the journal and the plan."""
 
 
 HINT = "expected numbers, such as 1,2,4"

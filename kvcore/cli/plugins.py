@@ -1,4 +1,4 @@
-"""`kvcore plugins`: what is installed, where it is from, and whether it works here."""
+"""`kvcore plugins`: the installed plugins, and whether they work here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcore.cli.verb import verb
 from kvcore.plugins.manager import Plugins
 
 ROOMY = 100
-"""Columns of a terminal that has room for the names of modules."""
+"""Columns of a terminal from which on the table names modules."""
 
 
 @verb("kvcore plugins", "kvcore plugins --json")

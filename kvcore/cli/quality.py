@@ -1,4 +1,4 @@
-"""`kvcore quality`: what is lost where K/V is bounded or shrunk, at equal bytes."""
+"""`kvcore quality`: the loss of quality under bounded or compressed K/V, at equal bytes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ AS_GIVEN = (
     *("retention", "codec", "dtype", "block_size", "prompt_tokens", "tokens", "texts"),
     *("needles", "needle_generator", "threads", "seed"),
 )
-"""Options that are arguments of `measure`, of the same name."""
+"""Options with the names of arguments of `measure`."""
 
 
 def _read(path: Path) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcore.kv_events.recording import Tally
 
 NOTHING_CAME = 4
-"""The exit code if no batch came."""
+"""The exit code if no batch arrived."""
 
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 """Seconds in each unit of an age."""
@@ -41,7 +41,7 @@ ERASE = "\r\x1b[K"
 def rotation(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return the size and the age at which a piece ends, as `RecordingWriter` takes them."""
+    """Return the size and the age at which a piece ends, as arguments of `RecordingWriter`."""
     limits: dict[str, float] = {}
     for value in values:
         try:
@@ -193,7 +193,7 @@ def _ending(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]]]:
-    """Yield a printer of sentences on stderr, and one of the tally from time to time."""
+    """Yield functions that print sentences, and at intervals the tally, on stderr."""
     terminal = sys.stderr.isatty()
     every = REDRAW_SECONDS if terminal else line_seconds()
     begun = shown = monotonic()

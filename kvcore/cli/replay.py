@@ -1,4 +1,4 @@
-"""`kvcore replay`: check what a trace says happened, and run its requests again otherwise."""
+"""`kvcore replay`: check a trace, or run its requests again with other options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REPLICA = [
 """Headers of the table of a cluster's replicas."""
 
 MOST_ROWS = 16
-"""Replicas that a table has, at most."""
+"""Largest number of replicas in a table."""
 
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
@@ -134,7 +134,7 @@ def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
 
 
 def _show_recording(file: Path, *, as_json: bool) -> None:
-    """Check a recording of KV events, and print what it holds."""
+    """Check a recording of KV events, and print its counts."""
     from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
 
     with reading("checking", file) as tick:
@@ -217,7 +217,7 @@ def _print_bills(bills: dict[str, Any], again: dict[str, Any] | None = None) -> 
 
 
 def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield what is in a tier, and what went in and out."""
+    """Yield the rows of a tier: its contents, and its transfers."""
     name = tier["tier"]
     yield f"tier {name}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
     for what in ("parked", "loading", "recovered"):

@@ -1,4 +1,4 @@
-"""`kvcore report`: a page with what was run, tables, charts, regret and miss reasons."""
+"""`kvcore report`: a page with the settings, figures, regret and miss reasons of results."""
 
 from __future__ import annotations
 

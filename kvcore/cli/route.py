@@ -1,4 +1,4 @@
-"""`kvcore route`: a proxy in front of several servers, routed by a plugin."""
+"""`kvcore route`: a proxy in front of several servers, with a router plugin."""
 
 from __future__ import annotations
 

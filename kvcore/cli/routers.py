@@ -1,4 +1,4 @@
-"""`kvcore routers`: what each router hits, and how it fares, against one cache for all."""
+"""`kvcore routers`: hits and latencies of each router, beside one cache for all servers."""
 
 from __future__ import annotations
 

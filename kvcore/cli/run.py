@@ -1,4 +1,4 @@
-"""`kvcore run`: serve a workload, or texts, by computing them on tensors."""
+"""`kvcore run`: serve a workload, or prompts, on tensors."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from kvcore.units import format_bytes, format_seconds
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
-"""Options that mean something for these alone."""
+"""Options of prompts, of workloads, and of `--clock wall` alone."""
 
 ANNOUNCED = 1 << 30
-"""Bytes of weights from which on they are told before they are drawn."""
+"""Size of weights in bytes from which on a notice is printed before they are drawn."""
 
 
 @verb(
@@ -178,10 +178,10 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _check(given: dict[str, Any], from_file: set[str]) -> None:
-    """Refuse options that have no effect together; ignore those from the config file.
+    """Refuse options without an effect; ignore them if they come from the config file.
 
     Raises:
-        InputError: says which, and beside what they do.
+        InputError: an option of the command line has no effect beside the others.
     """
     texts = bool(given["prompts"])
     for name in from_file.intersection(("workload", *OF_WORKLOADS) if texts else OF_PROMPTS):
@@ -247,8 +247,7 @@ def _print_texts(document: dict[str, Any]) -> None:
 
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     clock = "measured" if engine.config.clock == "wall" else "simulated"
-    config = document["config"]
-    report = report_of(result, document, config, clock=clock, done="computed")
+    report = report_of(result, document, clock=clock, done="computed")
     print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 

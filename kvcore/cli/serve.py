@@ -1,4 +1,4 @@
-"""`kvcore serve`: the engine behind an OpenAI-style API."""
+"""`kvcore serve`: a server with an OpenAI-style API."""
 
 from __future__ import annotations
 

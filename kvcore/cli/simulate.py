@@ -1,4 +1,4 @@
-"""`kvcore simulate`: what a serving system would do with a workload."""
+"""`kvcore simulate`: simulate serving a workload, on one server or on several."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one r
 
 
 def _show_rules(config: RunConfig) -> None:
-    """Print the limits of a step and the rules of a configuration, and what each means."""
+    """Print the limits of a step and the rules of a configuration, with their meanings."""
     from kvcore.config.like import LIKENESSES  # noqa: PLC0415 - `--show` alone
 
     names = (*attrs.fields_dict(Batching), "scheduler", "eviction", "prefix")
@@ -162,7 +162,7 @@ def _show_rules(config: RunConfig) -> None:
 
 
 def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
-    """Refuse options of clusters if the number of servers is not given."""
+    """Refuse the options of clusters if there is one server."""
     source = ctx.get_parameter_source
     for name in ("router", "view"):
         alone = source("replicas") is ParameterSource.DEFAULT
@@ -172,7 +172,7 @@ def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
 
 
 def _searched(parts: RunParts, result: Any) -> dict[str, float | int]:
-    """Search for what would hold, and show on stderr how many simulations that took."""
+    """Return options under which the queue does not grow; show the search on stderr."""
     from kvcore.analysis import capacity  # noqa: PLC0415 - nothing else needs it
 
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
@@ -240,14 +240,14 @@ def _print(
         return _print_cluster(result, document, searching=searching)
     from kvcore.report import PagingReport  # noqa: PLC0415 - JSON does without it
 
-    report = report_of(result, document, document["config"], searching=searching)
+    report = report_of(result, document, searching=searching)
     if "paged" not in document:
         print_report(report)
         return report
     paging = PagingReport(document, document["paged"], result.max_output or 0)
     table = paging.headers, paging.rows, paging.headers[1:]
-    told = report.warning, report.headline, paging.headline
-    print_sections(*told, table, f"{paging.reading}\n{report.setup}")
+    headlines = report.warning, report.headline, paging.headline
+    print_sections(*headlines, table, f"{paging.reading}\n{report.setup}")
     return report
 
 
@@ -278,9 +278,9 @@ def _print_cluster(
 def outputs(
     parts: RunParts, given: Mapping[str, Any]
 ) -> Iterator[tuple[Trace | None, Callable[[Reported, dict[str, Any]], None]]]:
-    """Open what a run writes; yield its trace, if any, and a function that writes metrics.
+    """Open the files of a run; yield its trace, if any, and a function that writes metrics.
 
-    If the body raises, no file is left of it, nor a directory that was made for it.
+    If the body raises, no file is left, and no directory that was made for the files.
     """
     path, out, others = given["trace"], given["out"], []
     if out is not None:
@@ -318,7 +318,7 @@ def _write_metrics(
 
 @contextmanager
 def _directory(path: Path) -> Iterator[None]:
-    """Make a directory, if need be, which is removed if the body raises."""
+    """Make a directory; if the body raises, remove it unless it was there before."""
     made = not path.exists()
     make_directory(path)
     try:
@@ -354,22 +354,16 @@ def cluster_document(parts: ClusterParts, result: ClusterResult) -> dict[str, An
     return {**result.summary(), "config": parts.describe(*plugins, *more)}
 
 
-def report_of(
-    result: Result, document: dict[str, Any], config: Any, **words: Any
-) -> SimulationReport:
-    """Return the report of a run; `words` are its other attributes."""
+def report_of(result: Result, document: dict[str, Any], **words: Any) -> SimulationReport:
+    """Return the report of a run; `words` are further attributes of it."""
     from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
 
-    return SimulationReport(
-        document,
-        config,
-        refusal=next(iter(result.log.reasons.values()), None),
-        **words,
-    )
+    refusal = next(iter(result.log.reasons.values()), None)
+    return SimulationReport(document, document["config"], refusal=refusal, **words)
 
 
 def print_report(report: SimulationReport, *more: str) -> None:
-    """Print the report of a run; the sentences `more` go with its headline."""
+    """Print the report of a run, with the sentences `more` below its headline."""
     columns, tiers = report.columns, report.tiers
     names = [tier["tier"] for tier in report.summary.get("tiers") or ()]
     print_sections(

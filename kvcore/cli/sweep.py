@@ -1,4 +1,4 @@
-"""`kvcore sweep`: a grid of runs, which can be killed and goes on."""
+"""`kvcore sweep`: a grid of runs, which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAILED = 1
 """The exit code if a cell failed."""
 
 SHOWN = 10
-"""How many failed cells are named."""
+"""Largest number of failed cells to name."""
 
 
 @verb("kvcore sweep grid.toml --out results.csv --jobs 4")
@@ -117,10 +117,10 @@ def sweep(
 
 
 def _drawing(grid: Grid, asked: str | None) -> Callable[[Sweep, str], bytes]:
-    """Return what draws the result of a grid, over the axis that was asked for.
+    """Return a function that draws the result of a grid over the axis `asked`.
 
     Raises:
-        InputError: it cannot be drawn over it.
+        InputError: the grid has no such axis, or none that a plot can be drawn over.
     """
     from kvcore.report.charts import sweep_axis, sweep_chart  # noqa: PLC0415 - for plots alone
 
@@ -130,7 +130,7 @@ def _drawing(grid: Grid, asked: str | None) -> Callable[[Sweep, str], bytes]:
 
 @contextmanager
 def _naming(file: Path | None) -> Iterator[None]:
-    """Prefix errors of the body with the file that they are about; None: with none."""
+    """Prefix errors of the body with the name of the file, if one is given."""
     try:
         yield
     except (InputError, PluginError) as error:
@@ -141,7 +141,7 @@ def _naming(file: Path | None) -> Iterator[None]:
 
 
 def _places(out: Path) -> tuple[Path, list[Path]]:
-    """Return where the journal and the tables go."""
+    """Return the paths of the journal and of the tables."""
     if out.is_dir() or not out.suffix:
         return out / JOURNAL, [out / "results.csv", out / "results.json"]
     if out.suffix not in WRITERS:
@@ -152,7 +152,7 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
 
 
 def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
-    """Refuse to write over the files that the workloads read."""
+    """Refuse to write over files that the workloads read."""
     plugins = Plugins()
     for spec in grid.axes.get("workload", ()):
         workload = plugins.build("workload", spec)
@@ -172,7 +172,7 @@ def _print(result: Sweep, tables: list[Path]) -> None:
 
 
 def _report_failures(result: Sweep) -> None:
-    """Print on stderr which cells failed, and why."""
+    """Print the failed cells and their errors on stderr."""
     failed = result.failed
     varied = [name for name in result.grid.varied if name in result.rows[0]]
     for row in failed[:SHOWN]:

@@ -29,7 +29,7 @@ from kvcore.report.validation import ValidationReport
 def _conditions(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return the values that columns must have."""
+    """Return the values that rows must have, by column."""
     found = dict(text.partition("=")[::2] for text in values)
     if not all(found.values()):
         msg = "write NAME=VALUE, such as device=h100,h200"
