@@ -55,11 +55,11 @@ from kvcore.units import NS_PER_S, format_seconds
 
 @attrs.frozen
 class SeenGrid:
-    """The grid of a sweep, as its rows show it.
+    """The grid of a sweep, found from its rows.
 
     Attributes:
-        mode: of its cells.
-        axes: the values of each axis, in the order in which they come.
+        mode: mode of the cells.
+        axes: the values of each axis, in the order of the rows.
     """
 
     mode: str
@@ -67,15 +67,15 @@ class SeenGrid:
 
     @classmethod
     def of(cls, mode: str, rows: Sequence[Mapping[str, Any]]) -> SeenGrid:
-        """Return the axes. The pool is none where the others distinguish all cells."""
+        """Return the axes of rows; `blocks` is none if the others distinguish all cells."""
         seen = {
             name: [*dict.fromkeys(row[name] for row in rows)]
             for name in axes_of(mode)
             if rows and name in rows[0] and any(row[name] is not None for row in rows)
         }
         others = [name for name, values in seen.items() if len(values) > 1 and name != "blocks"]
-        told_apart = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
-        if told_apart and len(seen.get("blocks", ())) > 1:
+        distinct = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
+        if distinct and len(seen.get("blocks", ())) > 1:
             del seen["blocks"]
         return cls(mode, seen)
 
@@ -105,7 +105,7 @@ class Swept(Result):
         )
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the best of each contest."""
+        """Return the best cell of each contest."""
         return self.report.headers, self.report.rows
 
     def parts(self) -> Iterator[Part]:
@@ -223,7 +223,7 @@ class Planned(Result):
         return cls(name=name, report=PlanReport(plan))
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the fleets that do."""
+        """Return the fleets that meet the SLO."""
         return PLAN_HEADERS, self.report.rows
 
     def parts(self) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Runs in a report: what `simulate` and `run` wrote, and traces, one or side by side."""
+"""Runs in a report, one or side by side: the files of `simulate` and `run`, and traces."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ POINTS = 960
 """Points of a line over time."""
 
 WINDOWS = 40
-"""Windows of time in a trace, of hits and evictions."""
+"""Number of windows of time for hits and evictions."""
 
 SECONDS, OF_LOOKUPS = Axis("time", "s"), Axis("blocks looked up that hit", "%")
 
@@ -63,10 +63,10 @@ class RecordedTrace:
     """A trace that was read.
 
     Attributes:
-        file: its path, as given.
-        run: what can be summed up of its requests; None where its calls were made by hand.
-        explanation, misses: why its prompts missed, one by one and in sum.
-        timeline: what happened when.
+        file: path of the trace.
+        run: figures of its run; None if the calls of the cache were made by hand.
+        explanation, misses: the reasons of misses, by prompt and in sum.
+        timeline: the events over time.
     """
 
     file: str
@@ -82,7 +82,7 @@ class RecordedTrace:
         progress: Progress = silent,
         replica: int | str | None = None,
     ) -> RecordedTrace:
-        """Check a trace line by line, and read it; of a cluster that of a replica.
+        """Check a trace line by line, and read it; in a cluster, that of a replica.
 
         Raises:
             InputError: the file cannot be opened.
@@ -123,10 +123,10 @@ class Run(Result):
     """A run: its summary and its requests, its trace, or both.
 
     Attributes:
-        summary: of `summary.json`, or of `--json`; None: there is a trace alone.
-        refusal: why the first request that was rejected was; None if none was.
-        latencies: of its requests; None: they are not known.
-        trace: what it recorded; None: there is none.
+        summary: the document in `summary.json`, or of `--json`; None: there is only a trace.
+        refusal: reason of the first rejection; None without a rejected request.
+        latencies: latencies of its requests; None if they are not known.
+        trace: its trace; None if there is none.
     """
 
     kind: ClassVar[str] = "Run"
@@ -139,7 +139,7 @@ class Run(Result):
 
     @classmethod
     def read(cls, folder: Path, summary: Mapping[str, Any], progress: Progress = silent) -> Run:
-        """Read what `simulate` or `run` wrote to a folder, beside its summary.
+        """Read the files that `simulate` or `run` wrote to a folder beside its summary.
 
         Raises:
             InputError: a file is damaged, or the result of a cluster.
@@ -316,7 +316,7 @@ class Run(Result):
         yield heading("Over time")
         times, used, cached, blocks = self.pool()
         both = [one + other for one, other in zip(used, cached, strict=True)]
-        # A trace tells which blocks are of one sequence alone, a summary which are of any.
+        # A trace counts blocks of one sequence alone, a summary those of any running sequence.
         names = ("of one request alone", "shared or cached")
         if self.trace is None:
             names = ("of running requests", "cached")
@@ -435,7 +435,7 @@ class Run(Result):
 
 
 def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
-    """Yield the charts that a trace alone has."""
+    """Yield the charts that need a trace."""
     timeline, (times, series) = trace.timeline, trace.series
     if trace.timed:
         yield from chart(
@@ -510,7 +510,7 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
 
 
 def _shares(summary: Summary) -> tuple[list[str], list[float]]:
-    """Return where prompt tokens went, and how many."""
+    """Return the numbers of prompt tokens that hit, and that missed by the reason."""
     found = {"hit": summary.hit_tokens}
     found |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
     kept = {name: tokens for name, tokens in found.items() if tokens}
@@ -544,7 +544,7 @@ def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
 
 
 def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
-    """Yield where the prompt tokens of traces went, side by side."""
+    """Yield hits and misses by the reason of several traces, side by side."""
     found = {
         label: run.trace.misses
         for label, run in zip(labels, runs, strict=True)

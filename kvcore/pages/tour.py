@@ -1,7 +1,7 @@
 """The tour for learners: six questions on the KV cache, each answered by a run of kvcore.
 
-Nothing that the page shows is made up: prompts are given below, and everything else is what the
-model, the cache and its traces make of them when the page is written.
+The prompts are given below; model, cache and traces compute everything else on the page when it
+is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""
 
 CODECS = ("fp16", "fp8-e4m3", "int8", "int4", "kivi:bits=2")
-"""What the calculator can keep K/V in."""
+"""Codecs of the calculator."""
 
 CALCULATOR_BLOCK = 16
 """Tokens of a block in the calculator: the default of `kvcore size`."""
@@ -65,7 +65,7 @@ def tour_page() -> bytes:
 
 
 def tour() -> dict[str, Any]:
-    """Run everything that the page shows; return its data, by the names of its parts."""
+    """Run all examples of the page; return its data, by the names of its parts."""
     return {
         "caching": _caching(),
         "memory": _memory(),
@@ -116,7 +116,7 @@ def _caching() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    """Return what the calculator computes with: bytes of blocks, of weights, and of GPUs."""
+    """Return the data of the calculator: bytes of blocks, of weights, and of GPUs."""
     return {
         "block_size": CALCULATOR_BLOCK,
         "codecs": CODECS,
@@ -206,7 +206,7 @@ _SHARED_POOL = 12
 def _sharing() -> dict[str, Any]:
     """Run two requests that share a prefix and a fork of one, with each trace line."""
     texts = {name: text.split() for name, text in _TEXTS.items()}
-    # The time of a call is its number: so each line tells which call has written it.
+    # The time of a call is its number, so each line names the call that has written it.
     tokens: dict[int, dict[int, int]] = {}
 
     def work(trace: Trace) -> None:
@@ -330,9 +330,9 @@ class _Sentence:
     Attributes:
         event: the event of the line.
         state: the cache after it.
-        names: of the sequences, by id.
-        holders: the names of those that have each block in their tables.
-        before: how many tokens each sequence had before the call that wrote the line.
+        names: names of the sequences, by id.
+        holders: names of the sequences with a block in their tables, by block.
+        before: numbers of tokens before the call that wrote the line, by sequence.
     """
 
     event: Any
@@ -354,7 +354,7 @@ class _Sentence:
         return list(self.state.sequences[self.event.seq].table())
 
     def request(self) -> str:
-        """Return what arrives."""
+        """Return a sentence on a request that arrives."""
         full, rest = divmod(self.event.prompt, BLOCK)
         return (
             f"Request {self.event.id} arrives with {self.event.prompt} tokens: {full} full "
@@ -401,7 +401,7 @@ class _Sentence:
         )
 
     def commit(self) -> str:
-        """Return which blocks have a key now."""
+        """Return a sentence on the blocks that get a key."""
         blocks = _listed(_touched(self.event, self.state))
         return (
             f"The model has computed {self._who}'s tokens. What is full, {blocks}, is entered "
@@ -409,7 +409,7 @@ class _Sentence:
         )
 
     def fork(self) -> str:
-        """Return who shares all blocks."""
+        """Return a sentence on the two sequences with the same blocks."""
         return (
             f"{self._who} is to have two answers, so it is forked: "
             f"{self.names[self.event.child]} gets a table with the very same blocks. Nothing "
@@ -417,7 +417,7 @@ class _Sentence:
         )
 
     def copy(self) -> str:
-        """Return which block is copied, and why."""
+        """Return a sentence on the block that is copied, and the reason."""
         who, source = self._who, self.event.source
         return (
             f"Copy-on-write: {who} is about to write into block {source}, which "
@@ -528,7 +528,7 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
                 letter, number = divmod(span.keys[place], 100)
                 before[block] = f"{chr(letter)}{number}"
         frame["pool"] = before
-    # What an eviction costs is known when the block is missed: by the next request for it.
+    # An eviction costs the next request for its block, if there is one.
     for turn, frame in enumerate(frames):
         frame["evicted"] = [
             {"block": label, "missed": _next_miss(label, prompts, turn)}
