@@ -273,7 +273,9 @@ class Proxy:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a completion; refuse it above the limit of requests in flight."""
-        if self._busy >= self.config.concurrency or self._closing:
+        if self._closing:
+            return self._refusal(NO_SERVER, "the proxy is ending")
+        if self._busy >= self.config.concurrency:
             return self._refusal(NO_SERVER, "the limit of requests in flight is reached")
         self._busy += 1
         try:

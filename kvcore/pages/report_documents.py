@@ -34,6 +34,7 @@ from kvcore.pages.report_parts import (
     curves,
     heading,
     opening,
+    reason_tables,
     sections,
     sentences,
     settings,
@@ -429,22 +430,6 @@ class Explained(Result):
         yield from table(
             "Missed tokens, in the order of the prompt", headers, rows, headers[:3]
         )
-
-
-def reason_tables(report: SummaryReport) -> Iterator[Part]:
-    """Yield the tables of miss reasons, with notes on reading them."""
-    headers = report.headers
-    yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
-    places = report.place_headers
-    yield from table("Where prompts part from earlier ones", places, report.place_rows)
-    headers = report.request_headers
-    yield from table(
-        "Requests that lost most to evictions, and for which most was evicted",
-        headers,
-        report.request_rows,
-        headers[1::2],
-    )
-    yield from sentences(report.notes)
 
 
 def _lost(document: Document) -> dict[str, MissedTokens]:

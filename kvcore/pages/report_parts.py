@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 
 from kvcore.plugins.options import as_text
+from kvcore.report.misses import SummaryReport
 from kvcore.report.tables import plugin_text
 from kvcore.report.whatif import config_text
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -313,6 +314,22 @@ def sections(*given: Section) -> Iterator[Part]:
         else:
             headers, rows, right = each
             yield from table("", headers, rows, right)
+
+
+def reason_tables(report: SummaryReport) -> Iterator[Part]:
+    """Yield the tables of miss reasons, with notes on reading them."""
+    headers = report.headers
+    yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
+    places = report.place_headers
+    yield from table("Where prompts part from earlier ones", places, report.place_rows)
+    headers = report.request_headers
+    yield from table(
+        "Requests that lost most to evictions, and for which most was evicted",
+        headers,
+        report.request_rows,
+        headers[1::2],
+    )
+    yield from sentences(report.notes)
 
 
 def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

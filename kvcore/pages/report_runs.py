@@ -19,7 +19,6 @@ from kvcore.analysis.recorded_run import recorded_run
 from kvcore.analysis.timeline import Series, Timeline
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
-from kvcore.pages.report_documents import reason_tables
 from kvcore.pages.report_parts import (
     COLOURS,
     Axis,
@@ -33,6 +32,7 @@ from kvcore.pages.report_parts import (
     command,
     distributions,
     heading,
+    reason_tables,
     sections,
     sentences,
     settings,
