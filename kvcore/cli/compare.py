@@ -125,10 +125,6 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 def compare(workload: str | None, **given: Any) -> None:
     """Compare eviction policies on WORKLOAD, by pool size.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore.
-
     Requests are replayed one after another, without a clock. The optimum is the most that
     any eviction can hit; it is known in `keys` counting, for prefixes shared as `radix` does.
     What a --tier holds is loaded in no time.

@@ -106,10 +106,6 @@ KINDS = (*FORMS, "csv", "json")
 def curve(workload: str | None, **given: Any) -> None:
     """Show the hit ratios of eviction policies on WORKLOAD, by pool size.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore.
-
     The largest pool holds every block of the workload. Requests are replayed one after
     another, without a clock. In `keys` counting LRU takes one pass for all sizes, and the
     optimum next to nothing for each; other policies are replayed once for each size.

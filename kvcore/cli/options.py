@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -27,11 +27,15 @@ from kvcore.config.run_config import (
     slo_text,
 )
 from kvcore.errors import InputError
+from kvcore.files import STDIN, is_copy
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload
+
+if TYPE_CHECKING:
+    from kvcore.analysis.sweep.plan import Executor
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -335,6 +339,30 @@ executor_options = all_of(
     ),
 )
 """The options for the number and the place of a search's simulations."""
+
+
+def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
+    """Return the executor for the simulations of a search over a workload.
+
+    Each simulation opens the workload by its name, so that of a pipe is `-` alone, and this
+    process runs all simulations of it.
+
+    Raises:
+        InputError: the workload is another pipe, or other processes are to read it.
+    """
+    from kvcore.analysis.sweep.plan import executor_for  # noqa: PLC0415 - for searches alone
+
+    where, jobs = given["executor"], given["jobs"]
+    pipes = [str(value) for value in source.options().values() if is_copy(value)]
+    if any(name != STDIN for name in pipes):
+        msg = f"WORKLOAD {pipes[0]}: a pipe is read from {STDIN} alone: name that, or a file"
+        raise InputError(msg)
+    if pipes:
+        if where not in (None, "local") or jobs not in (None, 1):
+            msg = "WORKLOAD -: other processes cannot read it: name a file, or give --jobs 1"
+            raise InputError(msg)
+        jobs = 1
+    return executor_for(where, jobs)
 
 
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:

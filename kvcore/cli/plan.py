@@ -12,7 +12,6 @@ from click.core import ParameterSource
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
 from kvcore.analysis.sweep import Journal
-from kvcore.analysis.sweep.plan import executor_for
 from kvcore.cli.options import (
     Numbers,
     batching_options,
@@ -20,6 +19,7 @@ from kvcore.cli.options import (
     part_options,
     poolwide_options,
     run_options,
+    search_executor,
     shared,
     traffic_options,
     workload_argument,
@@ -108,9 +108,6 @@ HINT = "expected numbers, such as 1,2,4"
 def plan(ctx: click.Context, /, **given: Any) -> None:
     """Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore.
-
     Fleets of replicas are simulated, with sessions divided among the replicas by hash, until
     the smallest ones that meet the SLO are found. Simulations of a smaller fleet with ideal
     parts, such as an endless pool, then show its limit: the policy, the capacity of its
@@ -137,7 +134,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 max_gpus=given["max_gpus"],
                 tier=HOST if not_given else given["tier"],
                 journal=journal,
-                executor=executor_for(given["executor"], given["jobs"]),
+                executor=search_executor(given, source),
                 progress=progress,
                 **options,
             )

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from kvcore.analysis.routers import compare_routers
-from kvcore.analysis.sweep.plan import executor_for
 from kvcore.cli.options import (
     Numbers,
     batching_options,
@@ -16,6 +15,7 @@ from kvcore.cli.options import (
     part_options,
     policy_options,
     run_options,
+    search_executor,
     shared,
     traffic_options,
     workload_argument,
@@ -72,9 +72,6 @@ from kvcore.workloads.selection import find_workload
 def routers(ctx: click.Context, /, **given: Any) -> None:
     """Compare routers: simulate serving WORKLOAD with several servers under each of them.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore.
-
     One table has hits, the balance of load, latencies and goodput of each router, and the hits
     of one cache with the memory of all servers, under the same eviction policy and under the
     optimum. Several --replicas show how these change with the number of servers.
@@ -87,7 +84,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             source,
             given["routers"],
             given["replicas"],
-            executor=executor_for(given["executor"], given["jobs"]),
+            executor=search_executor(given, source),
             progress=progress,
             **{name: value for name, value in options.items() if value is not None},
         )

@@ -128,9 +128,8 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     """Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.
 
     Cache, scheduler and loop are those of `kvcore simulate`, and under --clock model so is
-    every decision. WORKLOAD is as there; without it, it is the trace that comes with kvcore.
-    A trace has no texts: token ids are drawn from its block keys, so that prompts with common
-    keys have common tokens.
+    every decision. A workload has no texts: token ids are drawn from its block keys, so that
+    prompts with common keys have common tokens.
 
     The defaults finish in seconds on a CPU: a tiny model with random weights serves the
     first 20 requests, with their lengths divided so that a block key stands for one block

@@ -92,11 +92,9 @@ if TYPE_CHECKING:
 def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one run, its steps in turn
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore. Other plugins take options in the same way: --scheduler srpt:preemptive=false.
-
-    The defaults are Llama 3 8B on four H100 GPUs, which can serve that trace; one GPU cannot.
+    The defaults are Llama 3 8B on four H100 GPUs, which can serve the trace that comes with
+    kvcore; one GPU cannot. Plugins take options after a colon, as in --scheduler
+    srpt:preemptive=false.
     """
     from_file = names_from_file(ctx, given)
     config = config_of(given, "simulate")

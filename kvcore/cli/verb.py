@@ -107,6 +107,15 @@ class Verb(click.Command):
                 args[place] = f"{now}{equals}{value}"
         return super().parse_args(ctx, args)
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description, with a paragraph on WORKLOAD if that is an argument."""
+        super().format_help_text(ctx, formatter)
+        arguments = (each.name for each in self.params if isinstance(each, click.Argument))
+        if "workload" in arguments:
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(WORKLOAD)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options under their headings, in the order of `HEADINGS`."""
         listed: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
@@ -138,6 +147,13 @@ def verb(
     shown = {"show_default": True, "max_content_width": WIDTH}
     return click.command(cls=Verb, context_settings=shown, epilog=epilog, **settings)
 
+
+WORKLOAD = (
+    "WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a "
+    "file of any known format; `-` reads stdin. Without it, it is the trace that comes with "
+    "kvcore."
+)
+"""The paragraph of help pages on the argument WORKLOAD."""
 
 WIDTH = 96
 """Largest number of columns of a help page."""

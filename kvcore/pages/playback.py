@@ -18,6 +18,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from heapq import nlargest
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,10 @@ MOST = 2**53
 """Bound of the numbers that are exact in a browser; in ns it is 104 days."""
 
 
+_column = partial(array, "q")
+"""Makes an empty column of 64-bit numbers."""
+
+
 @attrs.define
 class Prompts:
     """The prompts of a trace, by request number: their lengths, and shared content.
@@ -127,15 +132,15 @@ class Prompts:
     """
 
     ids: list[int | str] = attrs.field(factory=list)
-    tokens: array[int] = attrs.field(factory=lambda: array("q"))
-    output: array[int] = attrs.field(factory=lambda: array("q"))
-    blocks: array[int] = attrs.field(factory=lambda: array("q"))
-    lookup: array[int] = attrs.field(factory=lambda: array("q"))
-    leader: array[int] = attrs.field(factory=lambda: array("q"))
-    shared: array[int] = attrs.field(factory=lambda: array("q"))
+    tokens: array[int] = attrs.field(factory=_column)
+    output: array[int] = attrs.field(factory=_column)
+    blocks: array[int] = attrs.field(factory=_column)
+    lookup: array[int] = attrs.field(factory=_column)
+    leader: array[int] = attrs.field(factory=_column)
+    shared: array[int] = attrs.field(factory=_column)
     last_key: list[Any] = attrs.field(factory=list)
-    admitted: array[int] = attrs.field(factory=lambda: array("q"))
-    when: array[int] = attrs.field(factory=lambda: array("q"))
+    admitted: array[int] = attrs.field(factory=_column)
+    when: array[int] = attrs.field(factory=_column)
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:

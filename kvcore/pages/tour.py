@@ -154,36 +154,26 @@ def _layout(model: ModelSpec, codec: str) -> dict[str, int] | None:
 # Traces, line by line.
 
 
-@attrs.define
-class _Traced:
-    """The lines of a trace, as they were written and as events.
+def _traced(work: Callable[[Trace], object]) -> str:
+    """Call `work` with a trace, and return the lines that it writes."""
+    file = BytesIO()
+    with Trace(file) as trace:
+        work(trace)
+    return file.getvalue().decode()
 
-    Attributes:
-        lines: the text of the file.
-    """
 
-    lines: str
+def _events(lines: str) -> Iterator[tuple[str, Any, CacheState]]:
+    """Yield each line between HEADER and END, its event, and the cache after it."""
+    from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
 
-    @classmethod
-    def of(cls, work: Callable[[Trace], object]) -> _Traced:
-        """Call `work` with a trace, and return the trace."""
-        file = BytesIO()
-        with Trace(file) as trace:
-            work(trace)
-        return cls(file.getvalue().decode())
-
-    def events(self) -> Iterator[tuple[str, Any, CacheState]]:
-        """Yield each line between HEADER and END, its event, and the cache after it."""
-        from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
-
-        header, *lines, _ = self.lines.splitlines()
-        about = decode(header.encode())
-        assert isinstance(about, Header)
-        state = CacheState(about)
-        for line in lines:
-            event = decode(line.encode())
-            state.apply(event)
-            yield line, event, state
+    header, *between, _ = lines.splitlines()
+    about = decode(header.encode())
+    assert isinstance(about, Header)
+    state = CacheState(about)
+    for line in between:
+        event = decode(line.encode())
+        state.apply(event)
+        yield line, event, state
 
 
 def _ids(runs: Any) -> list[int]:
@@ -247,26 +237,26 @@ def _sharing() -> dict[str, Any]:
         begin("C")
         end("C")
 
-    traced = _Traced.of(work)
+    lines = _traced(work)
     for name, answer in _ANSWERS.items():
         texts[name] = _TEXTS.get(name, _TEXTS["A"]).split() + answer.split()
     return {
         "blocks": _SHARED_POOL,
         "block_size": BLOCK,
-        "lines": traced.lines,
-        "frames": list(_sharing_frames(traced, texts, tokens)),
+        "lines": lines,
+        "frames": list(_sharing_frames(lines, texts, tokens)),
     }
 
 
 def _sharing_frames(
-    traced: _Traced, texts: Mapping[str, Sequence[str]], tokens: Mapping[int, Mapping[int, int]]
+    lines: str, texts: Mapping[str, Sequence[str]], tokens: Mapping[int, Mapping[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """Yield pool, tables and a sentence after each line."""
     names: dict[int, str] = {}
     words: dict[int, list[str]] = {}
     before: Mapping[int, int] = {}
     now = 0
-    for line, event, state in traced.events():
+    for line, event, state in _events(lines):
         if event.t > now:
             before, now = tokens.get(now, {}), event.t
         if event.event in ("HIT", "MISS"):
@@ -511,12 +501,12 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
             ),
         )
 
-    traced = _Traced.of(work)
+    lines = _traced(work)
     frames: list[dict[str, Any]] = [
         {"hit": 0, "evicted": [], "pool": []} for _ in range(len(prompts))
     ]
     before: list[str | None] = [None] * _EVICTION_POOL
-    for _, event, state in traced.events():
+    for _, event, state in _events(lines):
         frame = frames[event.t - 1]
         if event.event == "HIT":
             frame["hit"] = event.blocks
@@ -534,7 +524,7 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
             {"block": label, "missed": _next_miss(label, prompts, turn)}
             for label in frame["evicted"]
         ]
-    return {"policy": policy, "lines": traced.lines, "frames": frames}
+    return {"policy": policy, "lines": lines, "frames": frames}
 
 
 def _next_miss(label: str, prompts: str, turn: int) -> int | None:
@@ -589,7 +579,7 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
         output.extend(result.outputs["story"])
 
     output: list[int] = []
-    traced = _Traced.of(serve)
+    lines = _traced(serve)
     frames = []
 
     def follow(trace: Trace) -> None:
@@ -610,7 +600,7 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
             )
         cache.close(seq)
 
-    alone = _Traced.of(follow)
+    cache_lines = _traced(follow)
     model, recorded = _attended("induction", [*ids, *output[:-1]], 1)
     heads, layer = model.spec.query_heads, model.spec.layers - 1
     looks = [
@@ -620,8 +610,8 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
     return {
         "name": name,
         "retention": retention,
-        "lines": traced.lines,
-        "cache_lines": alone.lines,
+        "lines": lines,
+        "cache_lines": cache_lines,
         "frames": frames,
         # Of the last layer, as a mean over its heads, if this text were read with nothing
         # forgotten: `[token][token that it attends to]`.
