@@ -39,7 +39,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
-from kvcore.config.run_config import option_default, option_help
+from kvcore.config.run_config import option_default
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model
@@ -80,13 +80,10 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @shared(
     "model",
     default=None,
-    text=f"Model whose K/V is cached; `kvcore size --help` lists all.  [default: {MODEL}]",
+    text="Model whose K/V is cached; `kvcore size --help` lists all.",
+    otherwise=MODEL,
 )
-@shared(
-    "codec",
-    default=None,
-    text=f"{option_help('codec')}  [default: {CODEC}]",
-)
+@shared("codec", default=None, otherwise=str(CODEC))
 @block_size_option
 @shared("accounting", default="keys")
 @shared("tier")

@@ -89,7 +89,8 @@ KINDS = (*FORMS, "csv", "json")
 @shared(
     "codec",
     default=None,
-    text=f"Codec: how the K/V of --model is kept, such as int8.  [default: {CODEC}]",
+    text="Codec: how the K/V of --model is kept, such as int8.",
+    otherwise=str(CODEC),
 )
 @shared("seed", default=None)
 @click.option(

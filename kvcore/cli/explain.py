@@ -63,12 +63,14 @@ ACCOUNTING = "keys"
 )
 @shared(
     "block_size",
-    text="Of a workload: number of tokens in a KV block.  [default: as in a key]",
+    text="Of a workload: number of tokens in a KV block.",
+    otherwise="as in a key",
 )
 @shared(
     "accounting",
     default=None,
-    text=f"Of a workload: count blocks by keys, or by tokens.  [default: {ACCOUNTING}]",
+    text="Of a workload: count blocks by keys, or by tokens.",
+    otherwise=ACCOUNTING,
 )
 @click.option(
     "--prefix",

@@ -139,6 +139,7 @@ def shared(
     mode: Mode = "simulate",
     text: str | None = None,
     default: Any = ...,
+    otherwise: str | None = None,
 ) -> Callable[[Command], Command]:
     """Return the option of a verb that `RunConfig` declares under `name`.
 
@@ -147,10 +148,14 @@ def shared(
         mode: mode of the default.
         text: help text; None: that of the field.
         default: default of the option; if left out, that of the field.
+        otherwise: words for a default that is None, at the end of the help text.
     """
     if default is ...:
         default = option_default(name, mode)
-    more: dict[str, Any] = {"help": text or option_help(name), "default": _shown(default)}
+    text = text or option_help(name)
+    if otherwise is not None:
+        text = f"{text}  [default: {otherwise}]"
+    more: dict[str, Any] = {"help": text, "default": _shown(default)}
     kind, choices = option_type(name), option_choices(name)
     kinds = (kind, *get_args(kind))  # of `float | None` too
     literal = next((each for each in kinds if get_origin(each) is Literal), None)
@@ -192,9 +197,7 @@ def policies_option(policies: str) -> Callable[[Command], Command]:
     )
 
 
-block_size_option = shared(
-    "block_size", text="Number of tokens in a KV block.  [default: as in a key]"
-)
+block_size_option = shared("block_size", otherwise="as in a key")
 """The block size of a verb without a clock; None: the tokens of a key of the workload."""
 
 
@@ -206,9 +209,9 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
 
 poolwide_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
-    shared("retention", text=f"{option_help('retention')}  [default: none]"),
+    shared("retention", otherwise="none"),
     shared("latency"),
-    shared("drafter", text=f"{option_help('drafter')}  [default: none]"),
+    shared("drafter", otherwise="none"),
 )
 
 policy_options = all_of(poolwide_options, shared("tier"))
@@ -256,9 +259,7 @@ replica_option = click.option(
     "number of its life, such as 1:2.",
 )
 
-part_options = all_of(
-    shared("limit", text=f"{option_help('limit')}  [default: all]"), shared("window")
-)
+part_options = all_of(shared("limit", otherwise="all"), shared("window"))
 """The options of the part of a workload that is read."""
 
 cluster_options = all_of(
@@ -330,15 +331,15 @@ price_option = click.option(
 
 executor_options = all_of(
     click.option(
-        "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
+        "--jobs", type=Count(), help="Number of runs at a time.  [default: one a CPU]"
     ),
     click.option(
         "--executor",
         metavar="WHERE",
-        help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
+        help="Machines for the runs: local, ray, or ray:HOST:PORT.  [default: local]",
     ),
 )
-"""The options for the number and the place of a search's simulations."""
+"""The options for the number and the place of the runs of a search or sweep."""
 
 
 def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:

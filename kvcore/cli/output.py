@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from ipaddress import ip_address
 from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
@@ -132,6 +133,16 @@ def print_notes(workload: Workload) -> None:
     """Print on stderr the notes of `workload` on the requests that were read."""
     for note in workload.notes:
         echo(f"kvcore: {workload.name}: {note}", err=True)
+
+
+def warn_if_open(host: str) -> None:
+    """Print a warning on stderr if other machines can reach an address."""
+    try:
+        loopback = ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        echo(f"kvcore: {host} is no loopback: whoever reaches it can use it", err=True)
 
 
 Column: TypeAlias = tuple[str, ...]

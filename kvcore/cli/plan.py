@@ -68,7 +68,8 @@ HINT = "expected numbers, such as 1,2,4"
 @shared("weights_dtype")
 @shared(
     "memory",
-    text="Largest size of a replica's pool in bytes of K/V.  [default: as much as fits]",
+    text="Largest size of a replica's pool in bytes of K/V.",
+    otherwise="as much as fits",
 )
 @batching_options
 @traffic_options

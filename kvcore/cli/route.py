@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvcore.cli.output import file_path, input_file
+from kvcore.cli.output import file_path, input_file, warn_if_open
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
 
@@ -69,15 +68,7 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
         raise InputError(msg)
 
     def ready(url: str) -> None:
-        if not _is_loopback(made.host):
-            echo(f"kvcore: {made.host} is no loopback: whoever reaches it can use it", err=True)
+        warn_if_open(made.host)
         echo(f"kvcore: {len(made.replicas)} servers at {url}; Ctrl-C ends", err=True)
 
     run(made, ready)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

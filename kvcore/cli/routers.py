@@ -61,7 +61,7 @@ from kvcore.workloads.selection import find_workload
 @shared("tensor_parallel")
 @shared("codec")
 @shared("weights_dtype")
-@shared("blocks", text="Number of KV blocks in a pool.  [default: as many as fit]")
+@shared("blocks", otherwise="as many as fit")
 @shared("memory")
 @batching_options
 @traffic_options

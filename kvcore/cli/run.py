@@ -31,7 +31,6 @@ from kvcore.cli.output import (
 from kvcore.cli.simulate import document_of, outputs, print_report, report_of
 from kvcore.cli.verb import Count, echo, flag_of, verb
 from kvcore.config import EngineParts
-from kvcore.config.run_config import option_help
 from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
@@ -67,20 +66,21 @@ ANNOUNCED = 1 << 30
 @shared(
     "model",
     mode="run",
-    text="Model of the generator.  [default: the generator's own, a tiny one]",
+    text="Model of the generator.",
+    otherwise="the generator's own, a tiny one",
 )
 @shared("dtype")
 @shared(
     "codec",
     mode="run",
-    text="Codec: how K/V is kept, such as int8 or kivi:bits=2.  [default: as in --dtype]",
+    text="Codec: how K/V is kept, such as int8 or kivi:bits=2.",
+    otherwise="as in --dtype",
 )
-@shared("limit", text=f"{option_help('limit')}  [default: 20]")
+@shared("limit", otherwise="20")
 @shared("window")
 @shared(
     "shrink",
-    text="Divisor of all lengths of the workload.  [default: tokens of a key by those of a "
-    "block]",
+    otherwise="tokens of a key by those of a block",
 )
 @click.option(
     "--max-output",
@@ -104,7 +104,8 @@ ANNOUNCED = 1 << 30
 @shared("blocks")
 @shared(
     "memory",
-    text="Bytes of K/V in the pool, in place of a number of blocks.  [default: 256MiB]",
+    text="Bytes of K/V in the pool, in place of a number of blocks.",
+    otherwise="256MiB",
 )
 @batching_options
 @traffic_options

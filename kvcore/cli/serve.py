@@ -14,7 +14,7 @@ from kvcore.cli.options import (
     naming,
     shared,
 )
-from kvcore.cli.output import file_path
+from kvcore.cli.output import file_path, warn_if_open
 from kvcore.cli.verb import Count, Seconds, echo, verb
 from kvcore.config import EngineParts
 from kvcore.workloads import PromptWorkload
@@ -72,16 +72,16 @@ if TYPE_CHECKING:
 )
 @shared("generator")
 @shared("backend")
-@shared("model", mode="run", text="Model of the generator.  [default: a tiny one]")
+@shared("model", mode="run", text="Model of the generator.", otherwise="a tiny one")
 @shared("dtype")
-@shared("codec", mode="run", text="Codec: how K/V is kept.  [default: as in --dtype]")
+@shared("codec", mode="run", text="Codec: how K/V is kept.", otherwise="as in --dtype")
 @shared("threads")
 @shared("scheduler")
 @shared("eviction")
 @shared("prefix")
 @shared("tier")
 @shared("blocks")
-@shared("memory", text="Bytes of K/V in the pool.  [default: 256MiB]")
+@shared("memory", text="Bytes of K/V in the pool.", otherwise="256MiB")
 @batching_options
 @shared("seed")
 @config_option
@@ -111,6 +111,7 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     parts = EngineParts(config_of(options, "run"), naming=naming(given["config"], from_file))
 
     def ready(server: Server) -> None:
+        warn_if_open(config.host)
         echo(f"kvcore: {server.model} at {server.url}; Ctrl-C ends", err=True)
 
     run(parts, config, ready)

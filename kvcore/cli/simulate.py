@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 @shared("tensor_parallel")
 @shared("codec")
 @shared("weights_dtype")
-@shared("blocks", text="Number of KV blocks in the pool.  [default: as many as fit]")
+@shared("blocks", otherwise="as many as fit")
 @shared("memory")
 @batching_options
 @shared("allocation")

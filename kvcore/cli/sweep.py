@@ -12,6 +12,7 @@ import click
 from kvcore.analysis.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore.analysis.sweep import sweep as run_sweep
 from kvcore.analysis.sweep.grid import SweepFile
+from kvcore.cli.options import executor_options
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -22,7 +23,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -48,14 +49,7 @@ SHOWN = 10
     help="File for the results (.csv, .json or .parquet), or a directory.  "
     "[default: NAME-results]",
 )
-@click.option(
-    "--jobs", type=Count(), help="Number of cells that run at a time.  [default: one a CPU]"
-)
-@click.option(
-    "--executor",
-    metavar="WHERE",
-    help="Machines to run cells on: local, ray, or ray:HOST:PORT.  [default: local]",
-)
+@executor_options
 @plot_option
 @click.option(
     "--plot-axis",
