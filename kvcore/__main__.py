@@ -1,17 +1,17 @@
-"""The program `kvcore`, also `python -m kvcore`: loads the command line and runs it."""
+"""The program `kvcore`, also `python -m kvcore`: loads and runs the command line."""
 
 import os
 import signal
 
 
 def quit_at_once(*_: object) -> None:
-    """End the process as for Ctrl-C while modules load, where an exception may get lost."""
+    """End the process as Ctrl-C does; an exception could get lost in an import."""
     os.write(2, b"kvcore: interrupted\n")
     os._exit(130)
 
 
 def main() -> None:
-    """Run the command line and exit. Nothing is open before: Ctrl-C just ends the process."""
+    """Run the command line and exit. Until it is loaded, Ctrl-C ends the process at once."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, quit_at_once)
     from kvcore.cli.main import main as run  # noqa: PLC0415 - what Ctrl-C may interrupt

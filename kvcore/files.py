@@ -130,6 +130,11 @@ class _CopiedPath(type(Path())):  # type: ignore[misc]
         return str(super().__str__())
 
 
+def is_copy(value: object) -> bool:
+    """Return True for the path of a pipe's temporary copy, which only this process knows."""
+    return isinstance(value, _CopiedPath)
+
+
 def as_path(name: Any) -> Path:
     """Return the path of a name; if it is a path, the same object."""
     return name if isinstance(name, Path) else Path(name)

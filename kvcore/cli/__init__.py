@@ -1,1 +1,1 @@
-"""The command line: `main` is its frame, each other module a verb."""
+"""The command line: a module for each verb, `main` that runs them, and their common parts."""

@@ -1,29 +1,30 @@
-"""`kvcore bench`: what kvcore does in a second here, beside what the machine can."""
+"""`kvcore bench`: the speed of kvcore, beside the limits of this machine."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-import orjson
 
 from kvcore.bench import SUITES, BenchResult, Settings, available_suites, run_suites
-from kvcore.cli.output import emit_json, file_path, json_option, print_sections, progress
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_bytes,
+    json_option,
+    optional_file,
+    print_sections,
+    progress,
+)
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.files import atomic_file
 from kvcore.report.bench import RIGHT, BenchReport
 
-if TYPE_CHECKING:
-    from kvcore.bench import Row
-
 WRONG = 1
-"""Exit code of a run in which a result was not right."""
+"""Exit code if a result is wrong."""
 
 DEADLINES = {"gpu": 480.0}
-"""Seconds after which a suite begins no further case."""
+"""Default of `--deadline` in seconds, by suite."""
 
 
 @verb(
@@ -36,7 +37,7 @@ DEADLINES = {"gpu": 480.0}
 @click.option(
     "--check",
     is_flag=True,
-    help="Measure no times: say whether results are right, and exit with 1 if one is not.",
+    help="Check results without measuring times; the exit code is 1 if one is wrong.",
 )
 @click.option(
     "--only",
@@ -59,24 +60,27 @@ DEADLINES = {"gpu": 480.0}
     **plugin_completion("backend"),
 )
 @click.option(
-    "--threads", type=Count(), default=1, metavar="N", help="Number of threads of a CPU."
+    "--threads", type=Count(), default=1, metavar="N", help="Number of CPU threads to use."
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     show_default="480 with gpu, else none",
-    help="Time after which no further case is begun.",
+    help="Time in seconds after which no further case begins.",
 )
 @click.option("--out", callback=file_path, metavar="FILE", help="File for the JSON document.")
 @json_option
 @click.pass_context
 def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
-    """Measure SUITE: cpu, gpu, cache or sim. Without one, all that can run here.
+    """Measure the speed of kvcore on this machine: SUITE is cpu, gpu, cache or sim.
 
-    The machine's own copy and read rates are measured first and last, then each operation:
-    bytes, time, share of those rates, and whether the result is right, compared with float64
-    over a pool whose unused slots are NaN.
+    Without SUITE, all suites that can run here are measured. cpu and gpu measure the
+    operations of backends on K/V, cache and sim the cache and the simulator.
+
+    The machine's own copy and read rates are measured first and last, and between them each
+    operation: its bytes, its time, its share of those rates, and whether its result is right,
+    compared with float64 over a pool whose unused slots are NaN.
     """
     names = list(dict.fromkeys(suites)) or available_suites()
     deadline = given["deadline"]
@@ -94,17 +98,11 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
     if settings.backend and not any(SUITES[name].backend for name in names):
         msg = f"--backend {settings.backend}: suites cpu and gpu have one; name one of them"
         raise InputError(msg)
-    out: Path | None = given["out"]
-    with nullcontext() if out is None else atomic_file(out) as file:
+    with optional_file(given["out"]) as file:
         with progress(f"measuring {', '.join(names)}: rows", None) as tick:
-
-            def told(_: Row) -> None:
-                tick(1)
-
-            result = run_suites(names, settings, tell=told)
+            result = run_suites(names, settings, tell=lambda _: tick(1))
         if file is not None:
-            document = orjson.dumps(result.document(), option=orjson.OPT_INDENT_2)
-            file.buffer.write(document + b"\n")
+            file.buffer.write(json_bytes(result.document()))
     _show(result, as_json=given["as_json"])
     if settings.check and result.wrong:
         ctx.exit(WRONG)

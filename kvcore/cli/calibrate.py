@@ -1,4 +1,4 @@
-"""`kvcore calibrate`: the latency model that fits measured steps."""
+"""`kvcore calibrate`: fit a latency model to measured steps."""
 
 from __future__ import annotations
 
@@ -47,46 +47,45 @@ if TYPE_CHECKING:
     "--from",
     "source",
     type=click.Choice(["aic"]),
-    help="Compose step times instead, and write them as a file for --latency table: of the "
-    "deployment below, by the package aiconfigurator-core.",
+    help="Source of step times to write to --out, in place of a fit: aic composes those of the "
+    "deployment that the options below describe, with the package aiconfigurator-core.",
 )
 @click.option(
     "--model",
     default="llama-3-8b",
-    show_default=True,
     metavar="NAME",
-    help="Model of --from: a name of kvcore, or of Hugging Face, such as Qwen/Qwen3-32B.",
+    help="With --from: name of the model in kvcore or Hugging Face, such as Qwen/Qwen3-32B.",
 )
 @click.option(
     "--device",
     default="h100",
-    show_default=True,
     metavar="NAME",
-    help="GPU of --from: a name of kvcore or AIConfigurator, such as h200 or gb200.",
+    help="With --from: name of the GPU in kvcore or AIConfigurator, such as h200 or gb200.",
 )
 @click.option(
     "--tensor-parallel",
     default=4,
-    show_default=True,
     type=Count(1),
-    help="Number of GPUs that share the model of --from.",
+    help="With --from: number of GPUs that share the model.",
 )
 @click.option(
     "--engine",
     default="vllm",
-    show_default=True,
     type=click.Choice(get_args(EngineName)),
-    help="Engine of --from.",
+    help="With --from: engine that serves the model.",
 )
 @click.option(
     "--weights-dtype",
     default="bf16",
-    show_default=True,
     type=click.Choice(get_args(TableDtype)),
-    help="Number format of weights and K/V of --from.",
+    help="With --from: number format of weights and K/V.",
 )
 @click.option(
-    "-o", "--out", callback=file_path, metavar="FILE", help="File for the steps of --from."
+    "-o",
+    "--out",
+    callback=file_path,
+    metavar="FILE",
+    help="With --from: CSV file for the steps, which `--latency table:path=FILE` reads.",
 )
 @json_option
 def calibrate(
@@ -100,8 +99,8 @@ def calibrate(
 ) -> None:
     """Fit a latency model to the measured steps of the CSV file STEPS.
 
-    Its columns are prefill_tokens, decode_sequences, context_tokens and seconds; there may be
-    attended_pairs. The fit has the least squared relative error.
+    Its columns are prefill_tokens, decode_sequences, context_tokens and seconds; a column
+    attended_pairs is optional. The fit minimises the squared relative error.
     """
     if (source is None) != (out is None) or (source is None) == (steps is None):
         msg = "give either 'STEPS', to fit a model, or --from aic and -o FILE, to compose steps"
@@ -176,7 +175,7 @@ def _compose(out: Path, deployment: Deployment, *, as_json: bool) -> None:
 
 
 def _model(text: str) -> Any:
-    """Return the latency model of a text that sets no option which the fit sets."""
+    """Return the latency model of a text, which may set no option that is fitted."""
     model = Plugins().build("latency", text)
     if isinstance(model, Calibratable):
         fitted = model.fitted_times + model.fitted_shares

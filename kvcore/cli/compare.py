@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -12,8 +10,8 @@ import click
 
 from kvcore.analysis import SHARING, Comparison
 from kvcore.analysis import compare as run_comparison
-from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.options import (
+    Numbers,
     block_size_option,
     naming,
     part_options,
@@ -29,6 +27,7 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     metrics_file,
+    optional_file,
     plot_file,
     plot_option,
     print_notes,
@@ -39,9 +38,9 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
-from kvcore.config.options import option_default, option_help
+from kvcore.config.options import option_default
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -55,7 +54,7 @@ from kvcore.report import (
     write_csv,
 )
 from kvcore.report.tables import block_bytes, memory_fields
-from kvcore.units import format_bytes, parse_bytes, parse_whole
+from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
@@ -71,19 +70,19 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @part_options
 @policies_option(POLICIES)
 @click.option(
-    "--blocks", metavar="LIST", help="Numbers of KV blocks in the pool, such as 1000,3000."
+    "--blocks",
+    type=Numbers("several are a list, such as 1000,3000"),
+    metavar="LIST",
+    help="Numbers of KV blocks in the pool, such as 1000,3000.",
 )
 @click.option("--memory", metavar="LIST", help="Bytes of K/V in the pool, such as 40GiB,80GiB.")
 @shared(
     "model",
     default=None,
-    text=f"Model whose K/V is cached; `kvcore size --help` lists all.  [default: {MODEL}]",
+    text="Model whose K/V is cached; `kvcore size --help` lists all.",
+    otherwise=MODEL,
 )
-@shared(
-    "codec",
-    default=None,
-    text=f"{option_help('codec')}  [default: {CODEC}]",
-)
+@shared("codec", default=None, otherwise=str(CODEC))
 @block_size_option
 @shared("accounting", default="keys")
 @shared("tier")
@@ -113,8 +112,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     "--jobs",
     type=Count(),
     default=1,
-    show_default=True,
-    help="Number of processes that replay, where there are several rows.",
+    help="Number of processes that replay policies and pool sizes.",
 )
 @price_option
 @plot_option
@@ -122,10 +120,6 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @json_option
 def compare(workload: str | None, **given: Any) -> None:
     """Compare eviction policies on WORKLOAD, by pool size.
-
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore.
 
     Requests are replayed one after another, without a clock. The optimum is the most that
     any eviction can hit; it is known in `keys` counting, for prefixes shared as `radix` does.
@@ -136,9 +130,7 @@ def compare(workload: str | None, **given: Any) -> None:
     _refuse(source, given)
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
-    blocks, budget = given["blocks"], None
-    hint = "several are a list, such as 1000,3000"
-    sizes = None if blocks is None else pool_sizes("--blocks", blocks, hint)
+    sizes, budget = given["blocks"], None
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
@@ -151,8 +143,8 @@ def compare(workload: str | None, **given: Any) -> None:
     prefix = SHARING if given["prefix"] is None else given["prefix"]
     csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
     with (
-        nullcontext() if csv is None else atomic_file(csv) as rows,
-        metrics_file(prometheus, source, csv, given["trace"], as_json=as_json) as metrics,
+        optional_file(csv) as rows,
+        metrics_file(prometheus, source, as_json=as_json) as metrics,
         plot_file(given["picture"], source.options().values()) as write_plot,
     ):
         comparison = run_comparison(
@@ -195,7 +187,7 @@ def compare(workload: str | None, **given: Any) -> None:
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON has it; bills and tiers are left out where there are none."""
+    """Return the JSON document of a comparison, without bills or tiers if it has none."""
     fields = attrs.asdict(comparison)
     left_out = set() if comparison.bills else {"bill"}
     if all(row.reuse_ratio is None for row in comparison.rows):
@@ -231,10 +223,14 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
 
 @attrs.frozen
 class Budget:
-    """Pools given by the bytes they may take.
+    """Sizes of pools in bytes.
+
+    Attributes:
+        layout: the K/V of a block.
+        bytes: sizes of the pools.
 
     Raises:
-        InputError: one in which not even a block fits.
+        InputError: a pool is smaller than a block.
     """
 
     layout: KVLayout
@@ -244,23 +240,23 @@ class Budget:
         """Refuse a size below one block."""
         for budget in self.bytes:
             if not self.layout.blocks_in(budget):
-                told = block_bytes(self.layout)
-                msg = f"--memory: {format_bytes(budget)} is less than a block. {told}"
+                size = block_bytes(self.layout)
+                msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
                 raise InputError(msg)
 
     @property
     def labels(self) -> dict[int, str]:
-        """The bytes of each pool size, for people."""
+        """Sizes in bytes as text, by the number of blocks."""
         return {self.layout.blocks_in(size): format_bytes(size) for size in self.bytes}
 
     def document(self) -> dict[str, Any]:
-        """Return the budgets as JSON has them."""
+        """Return the JSON document of the sizes."""
         sizes = ({"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes)
         return memory_fields(self.layout) | {"budgets": list(sizes)}
 
 
 def _refuse(source: Workload, given: dict[str, Any]) -> None:
-    """Refuse options that do not go together, or a CSV file in place of the workload's."""
+    """Refuse options that exclude or need one another, and a CSV file over the workload's."""
     blocks, memory, trace, csv = (given[name] for name in ("blocks", "memory", "trace", "csv"))
     one_row = {"--eviction NAME": given["eviction"], "--blocks N": blocks or memory}
     missing = " ".join(option for option, value in one_row.items() if value is None)
@@ -269,8 +265,6 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
         msg = "--blocks and --memory both say how large the pool is: give one of them"
     elif given["codec"] is not None and memory is None and not given["tier"]:
         msg = "--codec says what a token takes of --memory, or of a --tier: give one of them"
-    elif csv is not None and trace is not None and csv.resolve() == trace.resolve():
-        msg = f"--csv and --trace would both write {csv}: give two files"
     elif trace is not None and missing:
         msg = f"a trace is of one policy in a pool of one size: add `{missing}`"
     if msg:
@@ -280,7 +274,7 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
 
 
 def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunParts:
-    """Return what puts the tiers below a cache, each row's its own."""
+    """Return the parts of a run that make the tiers below the cache of each row."""
     names = ("model", "codec", "block_size", "accounting", "seed", "tier")
     options = {name: given[name] for name in names if given[name] is not None}
     # The pool has a block here: the sizes are those of the rows.
@@ -289,31 +283,6 @@ def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunPart
 
 
 def _candidates(accounting: str, prefix: str) -> str:
-    """Return the policies to compare where none are given: the optimum where it is a bound."""
+    """Return the default policies, with the optimum if it is a bound."""
     bounded = accounting == "keys" and prefix.partition(":")[0].strip() == SHARING
     return f"{POLICIES},optimum" if bounded else POLICIES
-
-
-def pool_sizes(flag: str, text: str, hint: str) -> list[int]:
-    """Read a list of numbers of blocks, or one.
-
-    Raises:
-        InputError: no list of numbers, or one that only commas made a list of.
-    """
-    msg = ""
-    try:
-        numbers = [parse_whole(number, 0) for number in text.split(",")]
-    except InputError as error:
-        msg = f"{error}; {hint}"
-        numbers = []
-    if max(numbers, default=0) > MOST_BLOCKS:
-        msg = f"a pool has at most {MOST_BLOCKS} blocks"
-    elif len(numbers) > 1 and not all(numbers):
-        listed = list(map(str, numbers))
-        msg = f"{text} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
-        grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text)
-        msg += text.replace(",", "") if grouped else "numbers without commas, above 0"
-    if msg:
-        msg = f"{flag} {text!r:.60}: {msg}"
-        raise InputError(msg)
-    return numbers

@@ -1,20 +1,19 @@
-"""`kvcore curve`: what policies hit by pool size, and with a tier, by the sizes of both."""
+"""`kvcore curve`: hit ratios by pool size, and with a tier, by the sizes of both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeAlias
 
 import click
-import orjson
 
 from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
 from kvcore.analysis.plane import plane as make_plane
-from kvcore.cli.compare import CODEC, DEVICE, MODEL, pool_sizes
+from kvcore.cli.compare import CODEC, DEVICE, MODEL
 from kvcore.cli.options import (
+    Numbers,
     block_size_option,
     part_options,
     policies_option,
@@ -25,7 +24,9 @@ from kvcore.cli.options import (
 from kvcore.cli.output import (
     emit_json,
     file_path,
+    json_bytes,
     json_option,
+    optional_file,
     plot_file,
     plot_option,
     print_notes,
@@ -37,7 +38,7 @@ from kvcore.cli.output import (
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import refuse_overwrite
 from kvcore.host import cpus
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
@@ -52,9 +53,9 @@ from kvcore.workloads import Workload, part_of
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000
 SIDE, FINE = 7, 25
-"""Sizes of the pool and of a tier, where none are given: in tables, and in pictures."""
+"""Default numbers of sizes with a tier: in tables, and in plots."""
 KINDS = (*FORMS, "csv", "json")
-"""What `--out` can write, by the end of the file's name."""
+"""Suffixes of files for `--out`."""
 
 
 @verb(
@@ -67,26 +68,28 @@ KINDS = (*FORMS, "csv", "json")
 @policies_option(POLICIES)
 @click.option(
     "--sizes",
+    type=Numbers(f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"),
     metavar="N|LIST",
-    help="Number of pool sizes, or a list of them in blocks, such as 1000,3000.  "
-    f"[default: {POINTS}; with --tier {SIDE}, in a plot {FINE}]",
+    help="Number of pool sizes, or a list of sizes in blocks, such as 1000,3000.  "
+    f"[default: {POINTS}; with --tier {SIDE}, and {FINE} in a plot]",
 )
 @click.option(
     "--tier",
     multiple=True,
     metavar="PLUGIN",
-    help="Tier below the pool, such as host:memory=4TiB: show a plane, by the sizes of both "
-    "up to that memory.",
+    help="Tier below the pool, such as host:memory=4TiB: show hits by the sizes of both, pool "
+    "and tier, up to that memory.",
     **plugin_completion("tier"),
 )
-@click.option("--exact", is_flag=True, help="Replay pool and tier at each point of the plane.")
+@click.option("--exact", is_flag=True, help="With --tier: replay both at each pair of sizes.")
 @block_size_option
 @shared("accounting", default="keys")
-@shared("model", default=None, text="Model whose K/V sizes are shown in bytes besides blocks.")
+@shared("model", default=None, text="Model whose K/V gives pool sizes in bytes, too.")
 @shared(
     "codec",
     default=None,
-    text=f"Codec: how that K/V is kept, such as int8.  [default: {CODEC}]",
+    text="Codec: how the K/V of --model is kept, such as int8.",
+    otherwise=str(CODEC),
 )
 @shared("seed", default=None)
 @click.option(
@@ -101,73 +104,59 @@ KINDS = (*FORMS, "csv", "json")
 @plot_option
 @json_option
 def curve(workload: str | None, **given: Any) -> None:
-    """Show what policies hit on WORKLOAD, by pool size up to one that holds everything.
+    """Show the hit ratios of eviction policies on WORKLOAD, by pool size.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore.
+    The largest pool holds every block of the workload. Requests are replayed one after
+    another, without a clock. In `keys` counting LRU takes one pass for all sizes, and the
+    optimum next to nothing for each; other policies are replayed once for each size.
 
-    Requests are replayed one after another, without a clock. In `keys` counting LRU takes
-    one pass for all sizes and the optimum next to nothing for each; other policies are
-    replayed once a size.
-
-    With --tier, what is in the pool or in that tier, and how much prefill it saves: one pass
-    for LRU, or a replay of both for each point (--exact).
+    With --tier, the share of blocks that hit in the pool or in that tier, and the share of
+    prefill that this saves: in one pass for LRU, or by a replay of both for each pair of sizes
+    (--exact).
     """
     plugins = Plugins()
     given["tier"] = _one_tier(given["tier"])
     source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
     out, model = given["out"], given["model"]
-    kind = _kind(out)
+    kind, inputs = _kind(out), source.options().values()
     if out is not None:
-        refuse_overwrite(out, source.options().values())
+        refuse_overwrite(out, inputs)
     _refuse(given)
     spec = load_model(MODEL if model is None else model)
     layout = None
     if model is not None or given["tier"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-    if given["tier"] is not None:
-        _plane(source, given, layout, kind, plugins)
-        return
-    points, blocks = _sizes(given["sizes"], POINTS)
-    policies = given["eviction"]
-    if policies is None:  # the optimum where it is known
-        policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
     if kind in FORMS:
         matplotlib()
-    inputs = source.options().values()
-    opened = nullcontext() if out is None else atomic_file(out)
-    with opened as file, plot_file(given["picture"], inputs) as write_plot:
-        curves = make_curves(
-            source,
-            policies,
-            blocks,
-            points=points,
-            block_size=given["block_size"],
-            accounting=given["accounting"],
-            recompute=PrefillCost.of(spec, find_device(DEVICE)),
-            seed=given["seed"],
-            jobs=cpus() if given["jobs"] is None else given["jobs"],
-            plugins=plugins,
-            progress=progress,
-        )
-        report = CurvesReport(curves, layout)
-        if file is not None:
-            _write(report, kind, file)
-        write_plot(report.plot)
+    search = {
+        "recompute": PrefillCost.of(spec, find_device(DEVICE)),
+        "seed": given["seed"],
+        "jobs": cpus() if given["jobs"] is None else given["jobs"],
+        "plugins": plugins,
+        "progress": progress,
+    }
+    with optional_file(out) as file, plot_file(given["picture"], inputs) as write_plot:
+        if given["tier"] is None:
+            report, draw, show = _curves(source, given, layout, search)
+        else:
+            report, draw, show = _plane(source, given, layout, search)
+        if file is not None and kind == "csv":
+            report.write_csv(file)
+        elif file is not None and kind == "json":
+            file.buffer.write(json_bytes({"schema": 1, **report.document()}))
+        elif file is not None:
+            file.buffer.write(draw(kind))
+        write_plot(draw)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
-        print_text(report.headline)
-        if not report.empty:
-            print_table(report.headers, report.rows, right=report.headers)
-            print_text(f"{report.reading}\n{report.setup}")
+        show()
     print_notes(source)
 
 
 def _one_tier(given: Sequence[str]) -> Spec | None:
-    """Return the tier of a plane, or None where none is asked for."""
+    """Return the tier of a plane; None for curves."""
     specs = [spec for text in given if text != "none" for spec in parse(text)]
     if len(specs) > 1:
         msg = f"--tier: {len(specs)} were given, and a plane has one; see `kvcore compare`"
@@ -188,63 +177,70 @@ def _refuse(given: dict[str, Any]) -> None:
         raise InputError(msg)
 
 
+Shown: TypeAlias = tuple[Any, Callable[[str], bytes], Callable[[], None]]
+"""A report, the function that draws it in a form, and the one that prints it."""
+
+
+def _curves(
+    source: Workload, given: dict[str, Any], layout: KVLayout | None, search: dict[str, Any]
+) -> Shown:
+    """Return the curves of policies over the sizes of a pool."""
+    points, blocks = _sizes(given["sizes"], POINTS)
+    policies = given["eviction"]
+    if policies is None:  # the optimum where it is known
+        policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
+    found = make_curves(
+        source,
+        policies,
+        blocks,
+        points=points,
+        block_size=given["block_size"],
+        accounting=given["accounting"],
+        **search,
+    )
+    report = CurvesReport(found, layout)
+
+    def show() -> None:
+        print_text(report.headline)
+        if not report.empty:
+            print_table(report.headers, report.rows, right=report.headers)
+            print_text(f"{report.reading}\n{report.setup}")
+
+    return report, report.plot, show
+
+
 def _plane(
-    source: Workload, given: dict[str, Any], layout: Any, kind: str, plugins: Plugins
-) -> None:
-    """Show a plane, in place of curves."""
-    if kind in FORMS:
-        matplotlib()
-    out = given["out"]
-    drawn = kind in FORMS or given["picture"] is not None
+    source: Workload, given: dict[str, Any], layout: Any, search: dict[str, Any]
+) -> Shown:
+    """Return the plane over the sizes of a pool and a tier."""
+    drawn = given["picture"] is not None or _kind(given["out"]) in FORMS
     points, pools = _sizes(given["sizes"], FINE if drawn else SIDE)
-    inputs = source.options().values()
-    opened = nullcontext() if out is None else atomic_file(out)
-    with opened as file, plot_file(given["picture"], inputs) as write_plot:
-        found = make_plane(
-            source,
-            given["tier"],
-            layout,
-            pools=pools,
-            points=points if pools is None else len(pools),
-            eviction=given["eviction"] or "lru",
-            exact=given["exact"],
-            recompute=PrefillCost.of(layout.model, find_device(DEVICE)),
-            seed=given["seed"],
-            jobs=cpus() if given["jobs"] is None else given["jobs"],
-            plugins=plugins,
-            progress=progress,
-        )
-        report = PlaneReport(found, layout)
-        if file is not None:
-            _write(report, kind, file)
-        write_plot(report.plot)
-    if given["as_json"]:
-        emit_json({"schema": 1, **report.document()})
-    elif out is None:
-        hits, saved = report.rows(found.ratio), report.rows(found.saved)
+    found = make_plane(
+        source,
+        given["tier"],
+        layout,
+        pools=pools,
+        points=points if pools is None else len(pools),
+        eviction=given["eviction"] or "lru",
+        exact=given["exact"],
+        **search,
+    )
+    report = PlaneReport(found, layout)
+
+    def show() -> None:
         print_sections(
             f"{report.headline}\nThe share of these that hit in the pool, or are loaded:",
-            (report.headers, hits, report.headers),
+            (report.headers, report.rows(found.ratio), report.headers),
             "The share of all prefill time that this saves, less the time to load:",
-            (report.headers, saved, report.headers),
+            (report.headers, report.rows(found.saved), report.headers),
             f"{report.reading}\n{report.setup}",
         )
-    print_notes(source)
 
-
-def _write(report: CurvesReport | PlaneReport, kind: str, file: TextIO) -> None:
-    """Write the files that options name."""
-    if kind == "csv":
-        report.write_csv(file)
-    elif kind == "json":
-        option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        file.buffer.write(orjson.dumps({"schema": 1, **report.document()}, option=option))
-    else:
-        file.buffer.write(report.plot(kind))
+    return report, report.plot, show
 
 
 def _kind(out: Path | None) -> str:
-    """Return what `--out` is to be, by its name."""
+    """Return the suffix of `--out`; empty without it."""
     kind = "" if out is None else out.suffix[1:].lower()
     if out is not None and kind not in KINDS:
         msg = f"--out {out}: a name says what is written; end it with .{', .'.join(KINDS)}"
@@ -252,15 +248,16 @@ def _kind(out: Path | None) -> str:
     return kind
 
 
-def _sizes(text: str | None, points: int) -> tuple[int, list[int] | None]:
-    """Read how many sizes, or which: (number, None) or (any number, sizes); None: `points`."""
-    if text is None:
+def _sizes(given: list[int] | None, points: int) -> tuple[int, list[int] | None]:
+    """Return the number of sizes that `--sizes` asks for, or the sizes that it lists.
+
+    Without it the number is `points`; of a list the number is not used.
+    """
+    if given is None:
         return points, None
-    hint = f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"
-    numbers = pool_sizes("--sizes", text, hint)
-    if len(numbers) > 1:
-        return POINTS, numbers
-    if numbers[0] > MOST_POINTS:
-        msg = f"--sizes {text}: that many points are too many; give {MOST_POINTS} or fewer"
+    if len(given) > 1:
+        return points, given
+    if given[0] > MOST_POINTS:
+        msg = f"--sizes {given[0]}: that many points are too many; give {MOST_POINTS} or fewer"
         raise InputError(msg)
-    return numbers[0], None
+    return given[0], None

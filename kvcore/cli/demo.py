@@ -1,4 +1,4 @@
-"""`kvcore demo`: demonstrations of what a KV cache does."""
+"""`kvcore demo`: demonstrations of a KV cache."""
 
 from __future__ import annotations
 

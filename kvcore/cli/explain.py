@@ -1,4 +1,4 @@
-"""`kvcore explain`: why requests missed, one of them or all, from a trace or a workload."""
+"""`kvcore explain`: the reasons of misses in a trace or a workload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcore.cli.output import (
     progress,
     reading,
 )
-from kvcore.cli.verb import Count, complete_workload, plugin_completion, verb
+from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
@@ -50,33 +50,35 @@ ACCOUNTING = "keys"
     "--top",
     type=Count(),
     default=5,
-    help="Number of rows in the rankings of a summary.",
+    help="With --summary: number of rows in each ranking.",
 )
 @replica_option
 @part_options
-@shared("blocks", text="Number of KV blocks in the pool that a workload is replayed in.")
+@shared("blocks", text="Of a workload: number of KV blocks in the pool of its replay.")
 @click.option(
     "--eviction",
     metavar="PLUGIN",
     **plugin_completion("eviction"),
-    help=f"Eviction policy that a workload is replayed under.  [default: {EVICTION}]",
+    help=f"Of a workload: eviction policy of its replay.  [default: {EVICTION}]",
 )
 @shared(
     "block_size",
-    text="Number of tokens in a KV block, of a workload.  [default: as in a key]",
+    text="Of a workload: number of tokens in a KV block.",
+    otherwise="as in a key",
 )
 @shared(
     "accounting",
     default=None,
-    text=f"Count blocks of a workload by keys, or by tokens.  [default: {ACCOUNTING}]",
+    text="Of a workload: count blocks by keys, or by tokens.",
+    otherwise=ACCOUNTING,
 )
 @click.option(
     "--prefix",
     metavar="PLUGIN",
     **plugin_completion("prefix"),
-    help=f"Prefix cache that a workload is replayed with.  [default: {SHARING}]",
+    help=f"Of a workload: prefix cache of its replay.  [default: {SHARING}]",
 )
-@shared("seed", default=None, text="Seed of policies that draw random numbers, of a workload.")
+@shared("seed", default=None, text="Of a workload: seed of policies that draw random numbers.")
 @price_option
 @json_option
 def explain(
@@ -90,17 +92,17 @@ def explain(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Explain why REQUEST missed, or with --summary where hits were lost.
+    """Explain why the prompt of REQUEST missed, or with --summary where hits were lost.
 
     SOURCE is a trace, as --trace of compare, simulate and run writes it, or a workload as for
-    compare, which is then replayed in --blocks blocks, one request after another. What stands
-    before the cut of an unfinished trace is explained.
+    compare, which is then replayed in --blocks blocks, one request after another. An
+    unfinished trace is explained up to its cut.
 
-    With --price, SOURCE is a workload, such as the log of a chat API, and it is explained why
+    With --price, SOURCE is a workload, such as the log of a chat API; the command explains why
     the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
 
-    Of a cluster each request is explained by the replica that served it last; what another
-    replica had when it was routed was lost by the router.
+    In the trace of a cluster, each request is explained by the replica that served it last;
+    blocks that another replica had when the request was routed were lost by the router.
     """
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
@@ -160,13 +162,13 @@ def _billed(
     *,
     as_json: bool,
 ) -> None:
-    """Explain what an API read of a workload's prompts, or of one of them."""
+    """Explain which tokens of prompts an API did not read from its cache."""
     from kvcore.analysis.prompt_misses import explain_prompts  # noqa: PLC0415 - for prices alone
 
     kept = ("limit", "window", "seed")
     needless = [name for name in given if name not in kept and given[name] is not None]
     if needless:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in needless)
+        options = ", ".join(map(flag_of, needless))
         msg = f"--price explains the cache of an API, which has no {options}: leave it out"
         raise InputError(msg)
     workload = part_of(
@@ -186,7 +188,7 @@ def _billed(
 
 
 def _is_trace(source: str, plugins: Plugins) -> bool:
-    """Return True if `source` is a file that begins as a trace, and names no plugin."""
+    """Return True if `source` is the file of a trace, and names no workload plugin."""
     path = input_path(source)
     name = source.partition(":")[0].strip()
     if name in plugins.names("workload") or not path.is_file():
@@ -196,9 +198,8 @@ def _is_trace(source: str, plugins: Plugins) -> bool:
 
 
 def _refuse(source: str, given: Mapping[str, object]) -> None:
-    """Refuse options of workloads: a trace has its own."""
-    names = [name for name, value in given.items() if value is not None]
-    options = [f"--{name.replace('_', '-')}" for name in names]
+    """Refuse options of workloads: those of a trace are in its header."""
+    options = [flag_of(name) for name, value in given.items() if value is not None]
     if options:
         msg = (
             f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "
@@ -208,7 +209,7 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
 
 
 def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explanation:
-    """Replay a workload into a trace that is gone afterwards, and explain that."""
+    """Replay a workload into a temporary trace, and explain that."""
     found = find_workload(source, plugins, given["seed"])
     workload = part_of(found, given["limit"], given["window"])
     if given["blocks"] is None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 ANNOUNCED = 100 * 10**6
-"""Bytes of an export from which on its size is told beforehand."""
+"""Size of an export in bytes from which on a notice is printed."""
 
 USUAL_KEY_TOKENS = 512
-"""Tokens of a key in the traces that Mooncake's authors published."""
+"""Tokens of a key in the traces of Mooncake's authors."""
 
 
 def _events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def _events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str
 
 
 def _announce(trace: Path, out: Path, replica: str | None, *, force: bool) -> None:
-    """Print a notice of how large the events of a trace will be, if they are many.
+    """Print a notice if the events of a trace will be large.
 
     Raises:
-        StorageError: the disk has less free than that, and `force` is not given.
+        StorageError: the disk has too little free space, and `force` is not given.
     """
     from kvcore.kv_events import ExportSize  # noqa: PLC0415 - as above
 
@@ -119,7 +119,7 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     "mooncake": _requests,
     "perfetto": _tracks,
 }
-"""By format: the function that writes a trace in it, and returns the counts to report."""
+"""Functions that write a trace and return counts to report, by format."""
 
 
 @verb(
@@ -146,16 +146,18 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
 @click.option(
     "--zmq",
     metavar="ADDRESS",
-    help="Address to publish at over ZMQ, as vLLM does, in place of a file.",
+    help="Address at which events are published over ZMQ, as vLLM does, in place of a file.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="Address at which batches are sent again on request, with --zmq.",
+    help="With --zmq: address at which subscribers can ask for missing batches again.",
 )
 @replica_option
 @click.option(
-    "--force", is_flag=True, help="Write also where the disk seems to have too little space."
+    "--force",
+    is_flag=True,
+    help="Write the file even if the disk seems to have too little space.",
 )
 @json_option
 def export(
@@ -196,7 +198,7 @@ def export(
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
-    """Return sentences on what the format cannot express."""
+    """Return sentences on the parts of a trace that the format cannot express."""
     notes = []
     if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
         notes.append(

@@ -1,4 +1,4 @@
-"""The live view on a terminal, or as lines in a pipe: of a trace that is read, or written."""
+"""The live view of a trace that is read or written: on a terminal, or as lines in a pipe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FRAME_SECONDS = 0.1
 """Real time between two pictures."""
 
 LINE_SECONDS = 10.0
-"""Seconds of the trace between two lines in a pipe, unless told."""
+"""Default number of seconds of the trace between two lines in a pipe."""
 
 STYLES = {
     "private": "bright_white on blue",
@@ -40,28 +40,28 @@ STYLES = {
     "cached": "black on cyan",
     "free": "bright_black",
 }
-"""How the parts of a pool look, besides their letters."""
+"""Styles of the parts of a pool, which have letters too."""
 
 
 class Display(Protocol):
-    """Shows a view: `draw` now, with how far it is in words; `due` says whether it is time."""
+    """Shows a live view with its progress in words: a picture, or lines."""
 
     def due(self, view: LiveView) -> bool:
-        """Return True if the view is to be drawn again."""
+        """Return True if it is time to draw the view again."""
 
     def draw(self, view: LiveView, progress: str) -> None:
         """Draw the view."""
 
 
 class Picture:
-    """A view that is drawn in place, on a terminal, some times a second."""
+    """A display that is drawn in place on a terminal, ten times a second."""
 
     def __init__(self, live: Live, clock: Callable[[], float]) -> None:
         self._live, self._clock = live, clock
         self._drawn = -inf
 
     def due(self, view: LiveView) -> bool:
-        """Return True if the last picture is old."""
+        """Return True if the last picture is older than `FRAME_SECONDS`."""
         del view
         return self._clock() - self._drawn >= FRAME_SECONDS
 
@@ -82,7 +82,7 @@ class Picture:
 
 
 class Lines:
-    """A view that is a line now and then, by the time of the trace."""
+    """A display of lines, at intervals of the time of the trace."""
 
     def __init__(self, file: TextIO, seconds: float) -> None:
         self._file, self._step = file, round(seconds * NS_PER_S)
@@ -106,7 +106,7 @@ class Lines:
 def display(
     file: TextIO, seconds: float = LINE_SECONDS, clock: Callable[[], float] = monotonic
 ) -> Iterator[Display]:
-    """Open a display on `file`; a terminal is left as it was, whatever happens."""
+    """Open a display on `file`; a terminal is restored in any case."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not file.isatty() or console.is_dumb_terminal:
         yield Lines(file, seconds)
@@ -116,15 +116,16 @@ def display(
 
 
 class Player:
-    """Shows events at the speed of a clock, or as fast as they come.
+    """Shows events at the speed of a clock, or as fast as they are read.
 
     Args:
-        shown: what draws.
-        speed: seconds of the trace a second; infinite: no event is waited for.
-        begin: time (ns) up to which no event is waited for.
-        end: time (ns) at which the trace ends, if it is known.
-        requests: number of requests that will end, if that is known and `end` is not.
-        clock, wait: the time in seconds, and what lets it pass.
+        shown: the display.
+        speed: seconds of the trace in a second; infinite: no event is waited for.
+        begin: time (ns) before which no event is waited for.
+        end: time (ns) of the end of the trace; None if it is not known.
+        requests: number of requests of the trace, if `end` is not known; None if it is not
+            known either.
+        clock, wait: functions that return the time in seconds, and that sleep.
     """
 
     def __init__(
@@ -144,10 +145,10 @@ class Player:
         self._started: tuple[int, float] | None = None
 
     def show(self, event: Event) -> None:
-        """Wait until it is the time of `event`, and show it.
+        """Wait until the time of `event`, and show it.
 
         Raises:
-            ValueError: it does not follow from those before it.
+            ValueError: the event does not follow from those before it.
         """
         if isinstance(event, Header):
             self._view = LiveView(event)
@@ -165,13 +166,13 @@ class Player:
             self._shown.draw(self._view, self._progress(self._view))
 
     def idle(self) -> None:
-        """Wait for a frame in which no event comes; redraw the view if it is due."""
+        """Redraw the view if it is due, and wait for the length of a frame."""
         if self._view is not None and self._shown.due(self._view):
             self.draw()
         self._wait(FRAME_SECONDS)
 
     def _pass_time(self, view: LiveView, time: int) -> None:
-        """Draw the view until it is `time` (ns) of the trace."""
+        """Wait until `time` (ns) of the trace, and draw the view meanwhile."""
         if self._started is None:
             self._started = time, self._clock()
         begin, began = self._started
@@ -184,7 +185,7 @@ class Player:
             self._wait(min(left, FRAME_SECONDS))
 
     def _progress(self, view: LiveView) -> str:
-        """Return in words how far the trace is, and how long the rest takes."""
+        """Return the progress in words, with the time that the rest takes."""
         if self._started is None:
             return ""
         begin, began = self._started
@@ -199,7 +200,7 @@ class Player:
 
 
 class WatchedTrace(Trace):
-    """A trace of which every line is shown as it is written."""
+    """A trace that shows every line when it is written."""
 
     batch_lines = 1
 
@@ -212,7 +213,7 @@ class WatchedTrace(Trace):
 
 
 class _ShownLines(io.BufferedWriter):
-    """A write buffer for lines, of which each is shown."""
+    """A write buffer that shows each line."""
 
     def __init__(self, raw: io.RawIOBase, show: Callable[[Event], None]) -> None:
         super().__init__(raw, BUFFER_BYTES)
@@ -228,7 +229,7 @@ class _ShownLines(io.BufferedWriter):
 def live_trace(
     path: Path | None, requests: int | None, header: Mapping[str, Any]
 ) -> Iterator[Trace]:
-    """Open a trace that is shown on stderr while it is written; None: it is kept nowhere."""
+    """Open a trace that is shown on stderr while it is written; without a path none is kept."""
     with display(sys.stderr) as shown, ExitStack() as stack:
         player = Player(shown, inf, requests=requests)
         file = path or stack.enter_context(Path(os.devnull).open("wb"))

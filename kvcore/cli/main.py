@@ -1,4 +1,4 @@
-"""The frame of the command line: finds the verb, turns errors into exit codes."""
+"""The entry of the command line: finds the verb, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -25,53 +25,26 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-VERBS = {
-    "bench": "kvcore.cli.bench",
-    "calibrate": "kvcore.cli.calibrate",
-    "compare": "kvcore.cli.compare",
-    "curve": "kvcore.cli.curve",
-    "demo": "kvcore.cli.demo",
-    "explain": "kvcore.cli.explain",
-    "export": "kvcore.cli.export",
-    "plan": "kvcore.cli.plan",
-    "plot": "kvcore.cli.plot",
-    "plugins": "kvcore.cli.plugins",
-    "quality": "kvcore.cli.quality",
-    "record": "kvcore.cli.record",
-    "replay": "kvcore.cli.replay",
-    "report": "kvcore.cli.report",
-    "route": "kvcore.cli.route",
-    "routers": "kvcore.cli.routers",
-    "run": "kvcore.cli.run",
-    "serve": "kvcore.cli.serve",
-    "simulate": "kvcore.cli.simulate",
-    "size": "kvcore.cli.size",
-    "sweep": "kvcore.cli.sweep",
-    "tour": "kvcore.cli.tour",
-    "validate": "kvcore.cli.validate",
-    "view": "kvcore.cli.view",
-    "watch": "kvcore.cli.watch",
-}
-"""Where each verb is: a module with a click command of the verb's name."""
-
 ABOUT = {
-    "bench": "Measure SUITE: cpu, gpu, cache or sim.",
+    "bench": "Measure the speed of kvcore on this machine: SUITE is cpu, gpu, cache or sim.",
     "calibrate": "Fit a latency model to the measured steps of the CSV file STEPS.",
     "compare": "Compare eviction policies on WORKLOAD, by pool size.",
-    "curve": (
-        "Show what policies hit on WORKLOAD, by pool size up to one that holds everything."
-    ),
+    "curve": "Show the hit ratios of eviction policies on WORKLOAD, by pool size.",
     "demo": "Watch what a KV cache does, on a model small enough to follow.",
-    "explain": "Explain why REQUEST missed, or with --summary where hits were lost.",
+    "explain": (
+        "Explain why the prompt of REQUEST missed, or with --summary where hits were lost."
+    ),
     "export": "Export the TRACE of a run as KV events, requests or tracks, for other tools.",
-    "plan": "Find the least GPUs, K/V memory and host RAM with which WORKLOAD meets its SLO.",
+    "plan": (
+        "Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD."
+    ),
     "plot": (
         "Plot a TRACE, or the RESULT of a run: a directory that `--out` of "
         "simulate or run wrote."
     ),
     "plugins": "List the plugins, where each is from, and whether it works here.",
     "quality": (
-        "Measure what is lost where K/V is bounded by a retention policy, or shrunk by a codec."
+        "Measure the loss of quality if a retention policy bounds K/V, or a codec shrinks it."
     ),
     "record": (
         "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
@@ -79,24 +52,28 @@ ABOUT = {
     "replay": "Replay the trace FILE: rebuild the cache line by line, and check every line.",
     "report": "Make a page that reports results: one file to send, which opens offline.",
     "route": "Route the requests of an OpenAI-style API to several servers.",
-    "routers": "Serve WORKLOAD with several servers under each router, and compare.",
+    "routers": (
+        "Compare routers: simulate serving WORKLOAD with several servers under each of them."
+    ),
     "run": "Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.",
     "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
     "simulate": "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
     "size": "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
     "sweep": (
-        "Run each combination of the workloads, policies, sizes and more that NAME.TOML gives."
+        "Run each combination of the workloads, policies, sizes and other options in NAME.TOML."
     ),
     "tour": "Make a page that explains the KV cache, for learners.",
-    "validate": "Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.",
+    "validate": "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput.",
     "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
     "watch": "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.",
 }
-"""How the help page of each verb begins: the list of all is printed without importing any."""
+"""First sentences of the help pages: the list of all verbs is printed without importing any."""
+
+VERBS = {verb: f"kvcore.cli.{verb}" for verb in ABOUT}
+"""The module of each verb, which has a click command of the verb's name."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
-"""Exit codes besides an error's own; the last three are those a shell gives for the signal."""
-
+"""Exit codes besides those of errors; the last three are those of a shell for the signal."""
 
 COMPLETE = "_KVCORE_COMPLETE"
 """Environment variable by which a shell asks for completions, as click defines it."""
@@ -119,7 +96,7 @@ PLAIN = str.maketrans(
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised when the process is asked to end (SIGTERM): files are dropped as for Ctrl-C."""
+    """Raised on SIGTERM: files are discarded as for Ctrl-C."""
 
 
 class Verbs(click.Group):
@@ -131,7 +108,7 @@ class Verbs(click.Group):
         return sorted(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """Return the command of a verb, or fail with the nearest one."""
+        """Return the command of a verb; fail with the nearest verb if there is none."""
         if cmd_name == help_page.name:
             return help_page
         if cmd_name not in VERBS:
@@ -140,7 +117,7 @@ class Verbs(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the verbs that begin so, none of them imported."""
+        """Return the verbs that begin with `incomplete`, without importing them."""
         from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
 
         options = click.Command.shell_complete(self, ctx, incomplete)
@@ -149,15 +126,9 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the whole of their first sentences."""
-
-        def about(verb: str) -> str:
-            command = self.get_command(ctx, verb)
-            return command.get_short_help_str(sys.maxsize)
-
+        del ctx
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(verb, ABOUT.get(verb) or about(verb)) for verb in self.list_commands(ctx)]
-            )
+            formatter.write_dl(sorted(ABOUT.items()))
 
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
@@ -213,15 +184,15 @@ def kvcore(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: what the program `kvcore` calls.
+    """Run the command line of this process, and exit.
 
-    Once the verb is loaded, Ctrl-C and SIGTERM raise; an exception may get lost before.
+    Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception.
     """
-    # Of what a run makes, hardly anything is a cycle: to look for some costs a tenth of it.
+    # A run makes hardly any cycles, and the search for them takes a tenth of its time.
     gc.set_threshold(50_000, 20, 20)
     _prepare_streams()
-    warnings.showwarning = _tell  # type: ignore[assignment]
-    # What torch says on import where there is no numpy, of which kvcore needs nothing.
+    warnings.showwarning = _print_warning  # type: ignore[assignment]
+    # torch warns on import if there is no numpy, which kvcore does not need.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     for verb in VERBS.keys() & sys.argv[1:2]:
         import_module(VERBS[verb])
@@ -230,11 +201,11 @@ def main() -> NoReturn:
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Nor is any among what was imported.
+    # Imported objects are in no cycle that could be freed.
     gc.freeze()
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, before)
-    # What is left goes with the process: looking through it for cycles takes 20 ms.
+    # The process ends: a last search for cycles would take 20 ms.
     gc.freeze()
     sys.exit(code)
 
@@ -242,8 +213,8 @@ def main() -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed on stderr.
 
-    A reader of stdout that goes away early is no error. Errors of kvcore's own
-    making (bugs) are not caught.
+    Nothing is printed if the reader of stdout closes it early. Exceptions that are bugs of
+    kvcore are not caught.
     """
     try:
         code = _invoke(arguments)
@@ -275,8 +246,8 @@ def _invoke(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tell(message: Warning | str, *_: object) -> None:
-    """Print a warning as one line, without the place in the code."""
+def _print_warning(message: Warning | str, *_: object) -> None:
+    """Print a warning as one line, without its place in the code."""
     echo(f"kvcore: {message}", err=True)
 
 
@@ -294,7 +265,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _no_such_option(flag: str, context: click.Context) -> str:
-    """Return a sentence with the option of this verb that is nearest, or who else has it."""
+    """Return a sentence with the nearest option of this verb, or the verbs that have it."""
     from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
 
     own = _flags(context.command, context)
@@ -318,7 +289,7 @@ def _flags(command: click.Command, context: click.Context) -> list[str]:
 def _reason(error: OSError) -> str:
     if _unusable(error):
         return f"{error.filename}: cannot be read: {error.strerror}"
-    # Whatever else is written says its name in the error.
+    # Other files are named in their errors.
     place = error.filename or ("standard output" if error.errno == ENOSPC else None)
     reason = error.strerror or str(error)
     return f"{place}: {reason}" if place else reason
@@ -337,13 +308,13 @@ def _fail(message: str, code: int) -> int:
 
 
 def _prepare_streams() -> None:
-    """Make stdout and stderr take any text, also where they are closed or know few letters."""
+    """Let stdout and stderr write any text, even if they are closed or have few characters."""
     codecs.register_error("kvcore", _plain)
     # click takes "ascii" for a mistake, and writes UTF-8 there.
     codecs.register({"kvcore_ascii": _ascii()}.get)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed; else a file would take its number
+        if stream is None:  # closed: the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
         elif stream.errors in ("strict", "backslashreplace"):
             ascii_only = codecs.lookup(stream.encoding).name == "ascii"
@@ -365,7 +336,7 @@ def _ascii() -> codecs.CodecInfo:
 
 
 def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return ASCII for characters that cannot be encoded: something like them, or escapes."""
+    """Return ASCII for characters that cannot be encoded: similar ones, or escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(PLAIN)
@@ -373,7 +344,7 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _discard_unwritable() -> None:
-    """Drop output that cannot be written, which Python would try to write again at exit."""
+    """Discard output that cannot be written, so that Python does not try again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

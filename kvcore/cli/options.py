@@ -1,17 +1,19 @@
-"""The options that verbs share, each declared once, and the file that `--config` names."""
+"""The options that verbs share, and the file of `--config`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
+from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.output import file_path, input_file, print_table, prometheus_option
-from kvcore.cli.verb import Count, complete_workload, plugin_completion
+from kvcore.cli.verb import Count, Time, complete_workload, flag_of, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.options import (
     RULES,
@@ -25,11 +27,15 @@ from kvcore.config.options import (
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.values import slo_text
 from kvcore.errors import InputError
+from kvcore.files import STDIN, is_copy
 from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
-from kvcore.units import INT64_LIMIT
+from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload
+
+if TYPE_CHECKING:
+    from kvcore.analysis.sweep.plan import Executor
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -50,16 +56,16 @@ METAVARS = {
 }
 
 TEXT = ("model", "device", *METAVARS)
-"""Options that are more than a number or a choice: their text is read as in TOML."""
+"""Options that are neither a number nor a choice: their text is read as in TOML."""
 
 MULTIPLE = ("tier", "fail")
 """Options that may be given several times."""
 
 
 def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Read the text of an option as `RunConfig` does; None stays, and text that says it.
+    """Read the text of an option as `RunConfig` does; None stays, and so does text for None.
 
-    Where a trace is run again, an option that is not given is None: as recorded.
+    In a verb that runs a trace again, None means that the option is as recorded.
     """
     if value is None or value == ():
         return None
@@ -71,14 +77,57 @@ def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> 
     return value if read is None else read
 
 
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
+    """A list of whole numbers with commas between them, such as `1000,3000`, or one of them.
+
+    Args:
+        hint: the end of an error about text that is none.
+    """
+
+    name = "list"
+
+    def __init__(self, hint: str) -> None:
+        self.hint = hint
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[Any]:
+        """Return the numbers of a text; a list of a file as it is, all else of it as one item.
+
+        Raises:
+            InputError: no list of numbers, or one that only commas made a list of.
+        """
+        del ctx
+        if not isinstance(value, str):
+            return value if isinstance(value, list) else [value]
+        msg = ""
+        try:
+            numbers = [parse_whole(number, 0) for number in value.split(",")]
+        except InputError as error:
+            msg = f"{error}; {self.hint}"
+            numbers = []
+        if max(numbers, default=0) > MOST_BLOCKS:
+            msg = f"a pool has at most {MOST_BLOCKS} blocks"
+        elif len(numbers) > 1 and not all(numbers):
+            listed = list(map(str, numbers))
+            msg = f"{value} is a list of {', '.join(listed[:-1])} and {listed[-1]}: write "
+            grouped = re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", value)
+            msg += value.replace(",", "") if grouped else "numbers without commas, above 0"
+        if msg:
+            assert param is not None
+            msg = f"{param.opts[0]} {value!r:.60}: {msg}"
+            raise InputError(msg)
+        return numbers
+
+
 workload_argument = click.argument(
     "workload", required=False, type=click.UNPROCESSED, shell_complete=complete_workload
 )
-"""The workload that a verb reads; without it, the trace that comes with kvcore."""
+"""The workload of a verb; without it, the trace that comes with kvcore."""
 
 
 def _shown(default: Any) -> Any:
-    """Return a default as the command line takes it."""
+    """Return a default in the form of the command line."""
     if isinstance(default, SLO):
         return slo_text(default)
     return default if default is None or isinstance(default, int | float) else as_text(default)
@@ -90,23 +139,27 @@ def shared(
     mode: Mode = "simulate",
     text: str | None = None,
     default: Any = ...,
+    otherwise: str | None = None,
 ) -> Callable[[Command], Command]:
     """Return the option of a verb that `RunConfig` declares under `name`.
 
     Args:
-        name: the name of the field.
-        mode: the mode whose default it has.
-        text: its help text; None: that of the field.
-        default: its default; if left out, that of the field.
+        name: name of the field.
+        mode: mode of the default.
+        text: help text; None: that of the field.
+        default: default of the option; if left out, that of the field.
+        otherwise: words for a default that is None, at the end of the help text.
     """
     if default is ...:
         default = option_default(name, mode)
-    more: dict[str, Any] = {"help": text or option_help(name), "default": _shown(default)}
+    text = text or option_help(name)
+    if otherwise is not None:
+        text = f"{text}  [default: {otherwise}]"
+    more: dict[str, Any] = {"help": text, "default": _shown(default)}
     kind, choices = option_type(name), option_choices(name)
-    literal = next(
-        (each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None
-    )
-    flag = f"--{name.replace('_', '-')}"
+    kinds = (kind, *get_args(kind))  # of `float | None` too
+    literal = next((each for each in kinds if get_origin(each) is Literal), None)
+    flag = flag_of(name)
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", **more)
     if name in MULTIPLE:
@@ -118,7 +171,7 @@ def shared(
     elif choices or literal is not None:
         more |= {"type": click.Choice(choices or get_args(literal))}
     else:
-        more |= {"type": float if kind is float else Count(-INT64_LIMIT)}
+        more |= {"type": float if float in kinds else Count(-INT64_LIMIT)}
     return click.option(flag, **more)
 
 
@@ -134,7 +187,7 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def policies_option(policies: str) -> Callable[[Command], Command]:
-    """Return the option of the policies to compare; without it, `policies` and the bound."""
+    """Return the option of the policies to compare: by default `policies` and the optimum."""
     return click.option(
         "--eviction",
         metavar="LIST",
@@ -144,23 +197,21 @@ def policies_option(policies: str) -> Callable[[Command], Command]:
     )
 
 
-block_size_option = shared(
-    "block_size", text="Number of tokens in a KV block.  [default: as in a key]"
-)
-"""The block size of a verb without a clock; None: that of the workload's keys."""
+block_size_option = shared("block_size", otherwise="as in a key")
+"""The block size of a verb without a clock; None: the tokens of a key of the workload."""
 
 
 def tokens_of(source: Workload, given: dict[str, Any]) -> int:
-    """Return the tokens of a block: as given, or those of a key of `source`."""
+    """Return the tokens of a block: those of the option, or else of a key of `source`."""
     size: int | None = given["block_size"]
     return source.key_tokens if size is None else size
 
 
 poolwide_options = all_of(
     *map(shared, ("eviction", "scheduler", "prefix")),
-    shared("retention", text=f"{option_help('retention')}  [default: none]"),
+    shared("retention", otherwise="none"),
     shared("latency"),
-    shared("drafter", text=f"{option_help('drafter')}  [default: none]"),
+    shared("drafter", otherwise="none"),
 )
 
 policy_options = all_of(poolwide_options, shared("tier"))
@@ -173,8 +224,8 @@ batching_options = all_of(
 
 
 def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Make what the file at `value` gives the defaults of the command's other options."""
-    path = file_path(ctx, param, value)  # no pipe: paths in it are relative to the file
+    """Take the values in the file at `value` as defaults of the command's other options."""
+    path = file_path(ctx, param, value)  # no pipe: its paths are relative to the file
     if path is not None:
         options = toml_types(ctx.command)
         found = read_toml(path, {key: kind for key, (_, kind) in options.items()})
@@ -199,18 +250,16 @@ config_option = click.option(
     metavar="FILE",
     help="TOML file with options; those on the command line win.",
 )
-"""The `--config` option. Further options of the command need no mention of it."""
+"""The `--config` option. It has the other options of its command as keys."""
 
 replica_option = click.option(
     "--replica",
     metavar="NUMBER[:LIFE]",
-    help="Number of the replica, where the trace is of a cluster; of one that failed and "
-    "returned also which of its lives, such as 1:2.",
+    help="Number of a replica in the trace of a cluster; if it failed and returned, also the "
+    "number of its life, such as 1:2.",
 )
 
-part_options = all_of(
-    shared("limit", text=f"{option_help('limit')}  [default: all]"), shared("window")
-)
+part_options = all_of(shared("limit", otherwise="all"), shared("window"))
 """The options of the part of a workload that is read."""
 
 cluster_options = all_of(
@@ -241,18 +290,18 @@ output_options = all_of(
     click.option(
         "--live",
         is_flag=True,
-        help="Show pool and queue on stderr while it runs, as `kvcore watch` shows a trace.",
+        help="Show pool and queue on stderr during the run, as `kvcore watch` shows a trace.",
     ),
     prometheus_option,
 )
 
 
 PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
-"""The providers whose prices are known; the table of them is imported with `--price`."""
+"""Providers of `kvcore.models.pricing`, which is imported with `--price` alone."""
 
 
 def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that the text of `--price` names, or print the known ones."""
+    """Return the prices that the text of `--price` names; for `list` print all, and exit."""
     if value is None or ctx.resilient_parsing:
         return None
     from kvcore.models.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone
@@ -273,41 +322,71 @@ price_option = click.option(
     callback=_price,
     is_eager=True,
     metavar="PRICE",
-    help=f"Prices by which to bill the workload: {', '.join(PRICED)}, a model of theirs (list: "
-    "show all), or figures in USD per million tokens, such as "
-    "input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
+    help=f"Prices by which to bill the workload: those of {', '.join(PRICED)}, or of one of "
+    "their models (`list` shows all); or figures in USD per million tokens and a TTL in "
+    "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
 )
-"""The option that bills a workload as an API would."""
+"""The option that bills a workload by the prices of an API."""
 
 
 executor_options = all_of(
     click.option(
-        "--jobs", type=Count(), help="Number of simulations at a time.  [default: one a CPU]"
+        "--jobs", type=Count(), help="Number of runs at a time.  [default: one a CPU]"
     ),
     click.option(
         "--executor",
         metavar="WHERE",
-        help="Machines to simulate on: local, ray, or ray:HOST:PORT.  [default: local]",
+        help="Machines for the runs: local, ray, or ray:HOST:PORT.  [default: local]",
     ),
 )
-"""The options that say where the simulations of a search run."""
+"""The options for the number and the place of the runs of a search or sweep."""
+
+
+def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
+    """Return the executor for the simulations of a search over a workload.
+
+    Each simulation opens the workload by its name, so that of a pipe is `-` alone, and this
+    process runs all simulations of it.
+
+    Raises:
+        InputError: the workload is another pipe, or other processes are to read it.
+    """
+    from kvcore.analysis.sweep.plan import executor_for  # noqa: PLC0415 - for searches alone
+
+    where, jobs = given["executor"], given["jobs"]
+    pipes = [str(value) for value in source.options().values() if is_copy(value)]
+    if any(name != STDIN for name in pipes):
+        msg = f"WORKLOAD {pipes[0]}: a pipe is read from {STDIN} alone: name that, or a file"
+        raise InputError(msg)
+    if pipes:
+        if where not in (None, "local") or jobs not in (None, 1):
+            msg = "WORKLOAD -: other processes cannot read it: name a file, or give --jobs 1"
+            raise InputError(msg)
+        jobs = 1
+    return executor_for(where, jobs)
 
 
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
-    """Return the option of `name` for a verb that runs a trace again; None: as recorded."""
+    """Return the option `name` of a verb that runs a trace again; None: as recorded."""
     text = text or option_help(name)
     return shared(name, text=f"{WHAT_IF}{text[0].lower()}{text[1:]}", default=None)
 
 
+def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the options that `RunConfig` has too, except `others`, in its order."""
+    names = (name for name in option_names() if name in given and name not in others)
+    return {name: given[name] for name in names}
+
+
 def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
-    """Return the configuration that the options of a command line are.
+    """Return the configuration of a mode from the options of a command line.
 
     Raises:
-        InputError: a value that its option cannot have.
+        InputError: an option has an invalid value.
     """
-    options = {name: given[name] for name in option_names() if name in given}
+    options = run_options(given)
     if options.get("like") is not None:
-        # What was not given is as in that engine.
+        # Options that are not given are those of that engine.
         source = click.get_current_context().get_parameter_source
         default = ParameterSource.DEFAULT
         options = {name: each for name, each in options.items() if source(name) != default}
@@ -317,14 +396,14 @@ def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
 
 
 def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:
-    """Return what errors about an option begin with: its flag, or its file and its key."""
+    """Return a function from an option to the beginning of its errors: its flag, or its key."""
     return partial(_option_label, path, from_file)
 
 
 def _option_label(path: Path | None, from_file: set[str], option: str) -> str:
     if option in from_file:
         return f"{path}: {option}: "
-    return "WORKLOAD: " if option == "workload" else f"--{option.replace('_', '-')}: "
+    return "WORKLOAD: " if option == "workload" else f"{flag_of(option)}: "
 
 
 EXCLUSIVE = (
@@ -336,10 +415,10 @@ EXCLUSIVE = (
 def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
     """Return the names of the options that come from the configuration file.
 
-    Of two that exclude one another, the one in the file gives way to the command line's.
+    If two options exclude one another, that of the command line removes that of the file.
 
     Raises:
-        InputError: both are given in the same place.
+        InputError: both are given on the command line, or both in the file.
     """
     source = ctx.get_parameter_source
     from_file = {name for name in given if source(name) is ParameterSource.DEFAULT_MAP}
@@ -358,7 +437,11 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
 
 
 def _type(option: click.Parameter) -> Any:
-    """Return the type that a value of an option has in TOML."""
+    """Return the type of an option's value in TOML."""
+    if isinstance(option.type, Numbers):
+        return list[int]
+    if isinstance(option.type, Time):
+        return Any
     if option.name in option_names():
         return option_type(str(option.name))
     if option.callback in (file_path, input_file):

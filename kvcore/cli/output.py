@@ -1,52 +1,69 @@
-"""What verbs print: JSON alone or a table on stdout, progress on stderr."""
+"""The output of verbs: JSON alone or a table on stdout, progress on stderr, files."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from ipaddress import ip_address
 from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import click
 import orjson
 
 from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
 from kvcore.errors import InputError
-from kvcore.files import STDIN, atomic_file, file_bytes, input_path, refuse_overwrite
+from kvcore.files import (
+    STDIN,
+    atomic_file,
+    file_bytes,
+    input_path,
+    part_path,
+    refuse_overwrite,
+)
 from kvcore.progress import Tick, unseen
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.workloads import Workload
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
-"""Environment variable: seconds between two lines of progress in a pipe; 0: none is printed."""
+"""Environment variable: seconds between two lines of progress in a pipe; 0 prints none."""
 
 FEW = 1000
-"""Things to do from which on a share is told of them, not a number."""
+"""Total from which on progress is a percentage, not a number."""
 
 TEXT_WIDTH = 80
-"""Columns that sentences take in a pipe or file."""
+"""Columns of sentences in a pipe or file."""
+
+STDOUT = Path("-")
+
+_NAMED = "kvcore.named"
+"""Key in a context's `meta`: the files that a command line names, each with its flag."""
 
 
 def json_option(verb: VerbT) -> VerbT:
-    """Add the `--json` flag to a verb, which receives it as `as_json` and prints results alone.
+    """Add the flag `--json` to a verb, which receives it as `as_json`.
 
-    What plugins print is no part of them, with the flag or without.
+    With the flag and without it, output of plugins goes to stderr: see `results_alone`.
     """
     text = "Print one JSON document instead of a table."
     return click.option("--json", "as_json", is_flag=True, help=text)(results_alone(verb))
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path, which may not be empty: `Path("")` is the working directory.
+    """Return the path of a file that a command line names once.
 
-    `-` is refused, but for metrics: reports and JSON are what a verb prints.
+    `-` is refused, except for metrics: reports and JSON are what a verb prints.
+
+    Raises:
+        BadParameter: the path is empty (`Path("")` is the working directory), or `-`.
+        InputError: another option of the command line names the same file.
     """
     if value == "":
         msg = "empty path; name a file"
@@ -54,7 +71,16 @@ def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     if value == STDIN and param.name != "prometheus":
         msg = "a file is needed, not '-' (write './-' for a file of that name)"
         raise click.BadParameter(msg, ctx=ctx, param=param)
-    return None if value is None else Path(value)
+    if value is None:
+        return None
+    path = Path(value)
+    if path != STDOUT and part_path(path) != path:  # a device may be named twice
+        flag = param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name
+        other = ctx.meta.setdefault(_NAMED, {}).setdefault(path.resolve(), flag)
+        if other != flag:
+            msg = f"{other} and {flag} name the same file, {path}: give each its own"
+            raise InputError(msg)
+    return path
 
 
 def input_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -65,59 +91,64 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that stdout is; None if it is none."""
+    """Return the columns of the terminal; None if stdout is no terminal."""
     return get_terminal_size().columns if results().isatty() else None
 
 
-def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return a time above 0, in seconds."""
-    if value is None:
-        return None
-    try:
-        time = parse_seconds(value) / NS_PER_S
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-    if not time:
-        msg = "must be above 0 seconds"
-        raise click.BadParameter(msg, ctx, param)
-    return time
-
-
-def emit_json(payload: Mapping[str, Any]) -> None:
-    """Print `payload` on stdout as indented JSON and a newline.
+def json_bytes(payload: Mapping[str, Any]) -> bytes:
+    """Return `payload` as indented JSON, with a newline at the end.
 
     Raises:
-        ValueError: it does not say which `schema` it has.
+        ValueError: it has no key `schema`.
     """
     if "schema" not in payload:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
     try:
-        document = orjson.dumps(payload, option=orjson.OPT_INDENT_2)
+        return orjson.dumps(payload, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
         import json  # noqa: PLC0415 - for integers beyond 64 bits alone
 
-        document = json.dumps(payload, indent=2).encode()
-    click.echo(escaped_json(document), file=results())
+        return json.dumps(payload, indent=2).encode() + b"\n"
+
+
+def emit_json(payload: Mapping[str, Any]) -> None:
+    """Print `payload` on stdout as `json_bytes` has it."""
+    click.echo(escaped_json(json_bytes(payload)), nl=False, file=results())
+
+
+def optional_file(path: Path | None) -> AbstractContextManager[TextIO | None]:
+    """Open a file as `atomic_file` does; without a path yield None."""
+    return nullcontext() if path is None else atomic_file(path)
 
 
 def print_text(text: str) -> None:
-    """Print sentences on stdout, wrapped to the terminal; a line that ends stays so."""
+    """Print sentences on stdout, each of their lines wrapped to the terminal."""
     width = terminal_width() or TEXT_WIDTH
     for line in escaped(text).splitlines():
         echo(fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def print_notes(workload: Workload) -> None:
-    """Print on stderr what `workload` notes of the requests that were read."""
+    """Print on stderr the notes of `workload` on the requests that were read."""
     for note in workload.notes:
         echo(f"kvcore: {workload.name}: {note}", err=True)
+
+
+def warn_if_open(host: str) -> None:
+    """Print a warning on stderr if other machines can reach an address."""
+    try:
+        loopback = ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        echo(f"kvcore: {host} is no loopback: whoever reaches it can use it", err=True)
 
 
 Column: TypeAlias = tuple[str, ...]
 
 WHOLE, FOLDED, GAP = 20, 12, 3
-"""Columns of the longest cell that never folds, of the narrowest that does, and between two."""
+"""Columns of the longest cell that never folds, of the narrowest that folds, and of a gap."""
 
 
 def print_table(
@@ -129,10 +160,9 @@ def print_table(
 ) -> None:
     """Print a table on stdout, the columns named in `right` flush right.
 
-    Nothing is ever cut off. In a pipe every row is one line, whatever its width. On a
-    terminal long cells fold; with `split` a table that is too wide is printed as several,
-    one below another, each with the first column. Text is printed as it is: brackets are
-    no markup.
+    No cell is cut. In a pipe every row is one line, of any width. On a terminal long cells
+    fold; with `split` a table that is too wide is printed as several, one below another, each
+    with the first column. Brackets in cells are no markup.
     """
     width = terminal_width()
     inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
@@ -159,7 +189,7 @@ def print_table(
             )
         for row in zip(*(cells for _, *cells in part), strict=True):
             table.add_row(*row)
-        # Without a height too, rich takes a dumb terminal for one of 80 columns.
+        # Without a height, rich takes a dumb terminal to be 80 columns wide.
         console = Console(
             file=results(),
             width=_fitting(part, width),
@@ -170,17 +200,17 @@ def print_table(
         )
         with console.capture() as captured:
             console.print(table)
-        # The cells are escaped; what else is no text is how rich marks the headers.
+        # The cells are escaped: the control characters that are left are rich's styles.
         text = "\n".join(line.rstrip() for line in captured.get().splitlines())
         click.echo(text, file=results())
 
 
 EVEN = frozenset("×–—≈·²³…µ▁▂▃▄▅▆▇█")
-"""Characters that kvcore's tables have besides ASCII, all of them one column wide."""
+"""Characters of kvcore's tables besides ASCII, each one column wide."""
 
 
 def _is_even(rows: Iterable[Sequence[str]]) -> bool:
-    """Return True if each character takes one column, no cell needs folding, and lines show."""
+    """Return True if each character is one column wide and can be encoded and printed."""
     encoding = getattr(results(), "encoding", None) or "utf-8"
     cells = [cell for row in rows for cell in row]
     text = "".join(cells)
@@ -194,7 +224,7 @@ def _is_even(rows: Iterable[Sequence[str]]) -> bool:
 
 
 def _print_even(columns: Sequence[Column], flush: Collection[str]) -> None:
-    """Print a table as rich does in a pipe, whose import takes longer than most commands."""
+    """Print a table as rich does in a pipe; most commands are faster than its import."""
     lines = []
     widths = [max(map(len, column)) for column in columns]
     adjust = [str.rjust if column[0] in flush else str.ljust for column in columns]
@@ -226,7 +256,8 @@ def print_sections(*sections: Section) -> None:
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show the progress of the body on stderr: a bar on a terminal, otherwise lines.
 
-    Yields a function to call with how many more of `total` are done (None: unknown).
+    Yields a function to call with the number of further items that are done, of `total` in
+    all (None: unknown).
     """
     if not sys.stderr.isatty():
         yield _lines_of(description, total)
@@ -242,7 +273,7 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     from rich.text import Text  # noqa: PLC0415 - as above
 
     class Done(ProgressColumn):
-        """The column that says how much is done, and how long the rest takes."""
+        """The column with the part that is done, and the time that the rest takes."""
 
         def render(self, task: Task) -> Text:
             """Return the text."""
@@ -258,7 +289,7 @@ def line_seconds() -> float:
     """Return the seconds between two lines of progress where stderr is no terminal.
 
     Raises:
-        InputError: the environment variable is no time.
+        InputError: the environment variable is no number of seconds.
     """
     text = os.environ.get(PROGRESS_SECONDS, "10")
     try:
@@ -269,15 +300,15 @@ def line_seconds() -> float:
 
 
 def reading(description: str, path: Path) -> AbstractContextManager[Tick]:
-    """Show how much of a file is read, to be called with bytes: a `progress` of a reader."""
+    """Return the `progress` of a reader, to be called with the number of bytes read."""
     return progress(description, file_bytes(path))
 
 
 def done_so_far(done: float, total: float | None, seconds: float) -> str:
-    """Return the work done after `seconds` seconds, with the remaining time at this rate.
+    """Return in words the work done in `seconds`, and the time left at this rate.
 
-    `3 of 12, 40 s left`; `45%, 12 s left` of a thousand or more; `2,300 (120/s)` of a number
-    that is not known.
+    For example `3 of 12, 40 s left`; from a thousand on `45%, 12 s left`; and without a total
+    `2,300 (120/s)`.
     """
     if total is None or not 0 < done <= total:
         return f"{done:,.0f} ({format_number(done / seconds)}/s)" if done and seconds else ""
@@ -294,19 +325,19 @@ def duration(seconds: float) -> str:
 
 
 def _lines_of(description: str, total: int | None) -> Tick:
-    """Return a tick that prints a line from time to time."""
+    """Return a tick that prints a line of progress every `line_seconds()`."""
     every = line_seconds()
     if every == inf:
         return unseen
-    begun = told = monotonic()
+    begun = printed = monotonic()
     done = 0
 
     def tick(more: int) -> None:
-        nonlocal done, told
+        nonlocal done, printed
         done += more
         now = monotonic()
-        if now - told >= every:
-            told = now
+        if now - printed >= every:
+            printed = now
             far = done_so_far(done, total, now - begun)
             echo(f"kvcore: {description}: {far}", err=True)
 
@@ -314,7 +345,7 @@ def _lines_of(description: str, total: int | None) -> Tick:
 
 
 def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path of a plot, which can be drawn here as its name says."""
+    """Return the path of a plot; refuse one that cannot be drawn here."""
     path = file_path(ctx, param, value)
     if path is not None and not ctx.resilient_parsing:
         from kvcore.report.figure import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
@@ -328,7 +359,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
 
 
 picture_option = partial(click.option, callback=_picture, metavar="FILE")
-"""Return the option of a file for a plot, by its flags and more settings."""
+"""Return the option of a file for a plot, from its flags and further settings."""
 
 plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
 
@@ -337,12 +368,12 @@ plot_option = picture_option("--plot", "picture", help="File for a plot: .png or
 def plot_file(
     path: Path | None, inputs: Iterable[object] = ()
 ) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
-    """Open the file of a plot before there is one; yield what writes it, as `png` or `svg`.
+    """Open the file of a plot; yield the function that draws into it, as `png` or `svg`.
 
     If the body raises, no file is left. Without a path nothing is drawn.
 
     Raises:
-        InputError: one of the `inputs`, or a file that cannot be written.
+        InputError: the file is one of the `inputs`, or cannot be written.
     """
     if path is None:
         yield lambda _: None
@@ -358,15 +389,13 @@ page_option = partial(
 
 
 def write_page(out: Path, make: Callable[[], bytes]) -> bytes:
-    """Return a page, written to a file; say how large it is. On errors no file is left."""
+    """Write a page to a file, print its size, and return it. On errors no file is left."""
     with atomic_file(out) as file:
         page = make()
         file.buffer.write(page)
     echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
     return page
 
-
-STDOUT = Path("-")
 
 prometheus_option = click.option(
     "--prometheus",
@@ -378,15 +407,15 @@ prometheus_option = click.option(
 
 @contextmanager
 def metrics_file(
-    path: Path | None, source: Workload, *others: Path | None, as_json: bool
+    path: Path | None, source: Workload, *, as_json: bool
 ) -> Iterator[Callable[[str], object] | None]:
-    """Open the file for metrics before there are any; yield what writes them, or None.
+    """Open the file for metrics; yield the function that writes them, None without a path.
 
-    If the body raises, no file is left. The `others` are written at the same time.
+    If the body raises, no file is left.
 
     Raises:
-        InputError: the file of the workload, one of the `others`, one that cannot be
-            written, or stdout where JSON goes.
+        InputError: the file is read by the workload, or cannot be written; or both metrics
+            and JSON go to stdout.
         PluginError: the package that writes metrics is not installed.
     """
     if path is None:
@@ -401,16 +430,13 @@ def metrics_file(
             raise InputError(msg)
         yield lambda text: echo(text, nl=False)
         return
-    if path.resolve() in [other.resolve() for other in others if other is not None]:
-        msg = f"--prometheus {path}: another option writes that file; name another one"
-        raise InputError(msg)
     refuse_overwrite(path, source.options().values())
     with atomic_file(path) as file:
         yield lambda text: file.write(escaped(text))
 
 
 def _parts(columns: list[Column], width: int) -> list[list[Column]]:
-    """Divide columns into as few tables as fit the width, the first column in each."""
+    """Divide columns into the fewest tables that fit the width, each with the first column."""
     first, *others = columns
     parts = [[first]]
     for column in others:

@@ -1,4 +1,4 @@
-"""`kvcore plan`: the least GPUs, memory and host RAM that meet an SLO, and what limits them."""
+"""`kvcore plan`: the smallest fleets that meet an SLO, and the limit of smaller ones."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import orjson
 from click.core import ParameterSource
 
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
 from kvcore.analysis.sweep import Journal
-from kvcore.analysis.sweep.plan import executor_for
-from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
+    Numbers,
     batching_options,
     executor_options,
     part_options,
     poolwide_options,
+    run_options,
+    search_executor,
     shared,
     traffic_options,
     workload_argument,
@@ -26,6 +26,7 @@ from kvcore.cli.options import (
 from kvcore.cli.output import (
     emit_json,
     file_path,
+    json_bytes,
     json_option,
     plot_file,
     plot_option,
@@ -33,7 +34,6 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import Count, echo, verb
-from kvcore.config.options import option_names
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.plugins import Plugins
 from kvcore.report.plan import HEADERS, PlanReport
@@ -43,14 +43,10 @@ NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""
 
 RESULTS = Path("plan-results")
-"""The directory of the journal and the plan, where none is named."""
+"""The default directory of the journal and the plan."""
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int] | None:
-    """Read a list of numbers, such as `1,2,4`."""
-    del ctx
-    hint = "expected numbers, such as 1,2,4"
-    return None if value is None else pool_sizes(param.opts[0], str(value), hint)
+HINT = "expected numbers, such as 1,2,4"
 
 
 @verb(
@@ -62,14 +58,18 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
 @poolwide_options
 @shared(
     "tier",
-    text="Tier below the pool: the memory of `host` is the most a replica may have; others are "
-    f"as they are given; `none` leaves it out.  [default: {HOST}]",
+    text="Tier below the pool of a replica: the memory of `host` is the upper bound of the "
+    f"search, other tiers are taken as given; `none` leaves tiers out.  [default: {HOST}]",
 )
 @shared("model")
 @shared("device")
 @shared("codec")
 @shared("weights_dtype")
-@shared("memory", text="Bytes of K/V in the pool of a replica, at most.  [default: what fits]")
+@shared(
+    "memory",
+    text="Largest size of a replica's pool in bytes of K/V.",
+    otherwise="as much as fits",
+)
 @batching_options
 @traffic_options
 @click.option(
@@ -80,50 +80,46 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: Any) -> list[int
 )
 @click.option(
     "--tensor-parallel",
-    callback=_numbers,
+    type=Numbers(HINT),
     metavar="LIST",
     default=",".join(map(str, DEGREES)),
-    help="Numbers of GPUs that share a model.",
+    help="Numbers of GPUs that share the model, each of which is tried.",
 )
 @click.option(
     "--replicas",
-    callback=_numbers,
+    type=Numbers(HINT),
     metavar="LIST",
-    help="Numbers of replicas of the model.  [default: the fewest that do]",
+    help="Numbers of replicas of the model to try.  [default: the fewest that meet the SLO]",
 )
-@click.option("--max-gpus", type=Count(), default=MOST_GPUS, help="Number of GPUs, at most.")
+@click.option(
+    "--max-gpus", type=Count(), default=MOST_GPUS, help="Largest number of GPUs of a fleet."
+)
 @click.option(
     "--out",
     callback=file_path,
     metavar="DIR",
-    help=f"Directory for plan.json and the journal, with which it goes on after an "
-    f"interruption.  [default: {RESULTS}]",
+    help="Directory for plan.json, and for the journal from which an interrupted search goes "
+    f"on.  [default: {RESULTS}]",
 )
 @executor_options
 @plot_option
 @json_option
 @click.pass_context
 def plan(ctx: click.Context, /, **given: Any) -> None:
-    """Find the least GPUs, K/V memory and host RAM with which WORKLOAD meets its SLO.
+    """Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore.
-
-    Fleets of replicas are simulated, the sessions divided among them by hash, until the least
-    are found that do; and once more with what no server has, to say what limits a smaller
-    fleet: its policy, the capacity of its memory, the content of the prompts, or compute.
-    What is finished is kept: the same command after an interruption goes on where it was.
+    Fleets of replicas are simulated, with sessions divided among the replicas by hash, until
+    the smallest ones that meet the SLO are found. Simulations of a smaller fleet with ideal
+    parts, such as an endless pool, then show its limit: the policy, the capacity of its
+    memory, the content of the prompts, or compute. Finished simulations are kept: after an
+    interruption the same command goes on with the rest.
     """
     source = find_workload(given["workload"], Plugins(), given["seed"])
     out = given["out"] or RESULTS
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())
     not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
-    options = {
-        name: given[name]
-        for name in option_names()
-        if name in given and name not in ("workload", "tier", "tensor_parallel", "replicas")
-    }
+    options = run_options(given, "workload", "tier", "tensor_parallel", "replicas")
     make_directory(out)
     try:
         with (
@@ -138,15 +134,14 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 max_gpus=given["max_gpus"],
                 tier=HOST if not_given else given["tier"],
                 journal=journal,
-                executor=executor_for(given["executor"], given["jobs"]),
+                executor=search_executor(given, source),
                 progress=progress,
                 **options,
             )
             report = PlanReport(found)
             document = {"schema": 1, **report.document()}
             with atomic_file(written) as file:
-                option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-                file.buffer.write(orjson.dumps(document, option=option))
+                file.buffer.write(json_bytes(document))
             write_plot(report.chart().plot)
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)

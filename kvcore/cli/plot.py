@@ -10,11 +10,11 @@ import click
 from kvcore.analysis.timeline import Timeline
 from kvcore.cli.options import replica_option
 from kvcore.cli.output import picture_option, plot_file, reading
-from kvcore.cli.simulate import TRACE
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.report import plots
+from kvcore.serving.result import TRACE
 from kvcore.trace import rebuild_residency
 
 PlotKind: TypeAlias = Literal["occupancy", "hits", "ages", "timeline", "latency"]
@@ -31,16 +31,17 @@ KINDS: tuple[PlotKind, ...] = ("occupancy", "hits", "ages", "timeline", "latency
     "--kind",
     type=click.Choice(KINDS),
     required=True,
-    help="What to draw: blocks and requests over time; hit ratios over time; how long blocks "
-    "rested; what requests did; or how long they took.",
+    help="Subject of the plot: blocks and requests over time (occupancy); hit ratios over time "
+    "(hits); times that blocks rested in the cache (ages); phases of requests (timeline); or "
+    "latencies of requests (latency).",
 )
 @replica_option
 @picture_option("-o", "--out", required=True, help="File for the plot: .png or .svg.")
 def plot(*, source: str, kind: PlotKind, replica: str | None, out: Path) -> None:
     """Plot a TRACE, or the RESULT of a run: a directory that `--out` of simulate or run wrote.
 
-    All kinds but `latency` need the trace, which a RESULT has too. What of a TRACE that is cut
-    can be read is drawn, but for `ages`, and the plot says so.
+    All kinds except `latency` need the trace, which a RESULT has too. A TRACE that is cut is
+    drawn up to the cut, except for `ages`, and the plot says so.
     """
     if not source:
         msg = "an empty path is no TRACE and no RESULT; name a file or a folder"

@@ -1,4 +1,4 @@
-"""`kvcore plugins`: what is installed, where it is from, and whether it works here."""
+"""`kvcore plugins`: the installed plugins, and whether they work here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcore.cli.verb import verb
 from kvcore.plugins.manager import Plugins
 
 ROOMY = 100
-"""Columns of a terminal that has room for the names of modules."""
+"""Columns of a terminal from which on the table names modules."""
 
 
 @verb("kvcore plugins", "kvcore plugins --json")
@@ -17,8 +17,8 @@ ROOMY = 100
 def plugins(*, as_json: bool) -> None:
     """List the plugins, where each is from, and whether it works here.
 
-    What is broken is listed too, with the reason: a plugin, or an entry point (of no kind)
-    that cannot be loaded.
+    A broken plugin is listed too, with the reason, and so is an entry point that cannot be
+    loaded, without a kind.
     """
     infos = Plugins().listing()
     if as_json:

@@ -1,4 +1,4 @@
-"""`kvcore quality`: what is lost where K/V is bounded or shrunk, at equal bytes."""
+"""`kvcore quality`: the loss of quality under bounded or compressed K/V, at equal bytes."""
 
 from __future__ import annotations
 
@@ -44,29 +44,32 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     "--codec",
     metavar="LIST",
     default=CODEC,
-    help="Codecs, such as fp16,kivi:bits=2. Budgets are shares of all tokens in the first.",
+    help="Codecs, such as fp16,kivi:bits=2; the first one keeps the full K/V that budgets are "
+    "shares of.",
     **plugin_completion("codec"),
 )
 @click.option(
     "--budget",
     metavar="LIST",
     default=BUDGET,
-    help="Bytes that a policy may keep, as shares of the full bytes.",
+    help="Bytes that a policy may keep, as shares of the bytes of all tokens.",
 )
 @click.option(
     "--text",
     callback=input_file,
     metavar="FILE",
-    help="Text to compute.  "
-    "[default: random tokens, and what the generator samples behind them]",
+    help="Text file to compute.  "
+    "[default: random tokens, followed by tokens that the generator samples]",
 )
 @click.option(
     "--prompt-tokens", type=Count(), default=512, help="Number of tokens of a prompt."
 )
 @click.option(
-    "--tokens", type=Count(), default=64, help="Number of tokens to compare behind a prompt."
+    "--tokens", type=Count(), default=64, help="Number of tokens after a prompt to compare."
 )
-@click.option("--texts", type=Count(), default=4, help="Number of texts, and of haystacks.")
+@click.option(
+    "--texts", type=Count(), default=4, help="Number of texts, and of haystacks to search."
+)
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
 @click.option(
     "--needles", type=Count(0), default=12, help="Number of questions about each haystack."
@@ -88,11 +91,12 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
 @plot_option
 @json_option
 def quality(**given: Any) -> None:
-    """Measure what is lost where K/V is bounded by a retention policy, or shrunk by a codec.
+    """Measure the loss of quality if a retention policy bounds K/V, or a codec shrinks it.
 
-    A generator computes the same texts with all of its K/V, and with what each policy and
-    codec leave of it at each budget of bytes. What differs is measured: attention's output,
-    the distribution of the next token, and whether a needle in a haystack is found.
+    A generator computes the same texts with all of its K/V, and with the part of it that each
+    policy and codec leave at each budget of bytes. Three differences are measured: those of
+    attention's output, of the distribution of the next token, and of the share of needles
+    that are found in a haystack.
     """
     text = given["text"]
     with plot_file(given["picture"], [] if text is None else [text]) as write:
@@ -120,7 +124,7 @@ AS_GIVEN = (
     *("retention", "codec", "dtype", "block_size", "prompt_tokens", "tokens", "texts"),
     *("needles", "needle_generator", "threads", "seed"),
 )
-"""Options that are arguments of `measure`, of the same name."""
+"""Options with the names of arguments of `measure`."""
 
 
 def _read(path: Path) -> str:

@@ -20,9 +20,8 @@ from kvcore.cli.output import (
     json_option,
     line_seconds,
     print_table,
-    seconds,
 )
-from kvcore.cli.verb import Count, echo, escaped, verb
+from kvcore.cli.verb import Count, Seconds, echo, escaped, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from kvcore.kv_events.recording import Tally
 
 NOTHING_CAME = 4
-"""The exit code if no batch came."""
+"""The exit code if no batch arrived."""
 
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 """Seconds in each unit of an age."""
@@ -42,7 +41,7 @@ ERASE = "\r\x1b[K"
 def rotation(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return the size and the age at which a piece ends, as `RecordingWriter` takes them."""
+    """Return the size and the age at which a piece ends, as arguments of `RecordingWriter`."""
     limits: dict[str, float] = {}
     for value in values:
         try:
@@ -69,30 +68,30 @@ def rotation(
     "address",
     required=True,
     metavar="ADDRESS",
-    help="Address of a publisher to listen to, such as tcp://127.0.0.1:5557.",
+    help="Address at which the server publishes, such as tcp://127.0.0.1:5557.",
 )
 @click.option(
     "--replay",
     metavar="ADDRESS",
-    help="Address at which the publisher sends missing batches again.",
+    help="Address at which the server sends missing batches again.",
 )
 @click.option(
     "--topic",
     default="",
     show_default=False,
     metavar="PREFIX",
-    help="Prefix of the topics to subscribe to; all by default.",
+    help="Prefix of the topics to subscribe to.  [default: all topics]",
 )
 @click.option(
     "--ranks",
     type=Count(),
     default=1,
-    help="Number of data-parallel ranks, which publish at consecutive ports.",
+    help="Number of data-parallel ranks of the server, which publish at consecutive ports.",
 )
 @click.option(
     "--for",
     "during",
-    callback=seconds,
+    type=Seconds(),
     metavar="SECONDS",
     help="Time after which the recording ends.",
 )
@@ -103,17 +102,17 @@ def rotation(
 )
 @click.option(
     "--replay-timeout",
-    callback=seconds,
+    type=Seconds(),
     default="5",
     metavar="SECONDS",
     help="Time to wait for each batch of a replay.",
 )
 @click.option(
     "--reconnect",
-    callback=seconds,
+    type=Seconds(),
     default="5",
     metavar="SECONDS",
-    help="Longest time between two tries to connect again.",
+    help="Longest time between two attempts to connect again.",
 )
 @click.option(
     "-o",
@@ -145,8 +144,8 @@ def record(
     """Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM.
 
     Ctrl-C, SIGTERM, --for and --batches end the recording, each with a complete file. Missing
-    batches are asked for at --replay; those that cannot be had are recorded as lost. If no
-    batch came, nothing is written, an older FILE stays, and the exit code is 4.
+    batches are requested at --replay; those that are not sent again are recorded as lost. If
+    no batch arrives, nothing is written, an older FILE stays, and the exit code is 4.
     """
     from kvcore.kv_events.recording import RecordingWriter  # noqa: PLC0415 - as above
     from kvcore.kv_events.recording import record as run  # noqa: PLC0415 - a slow room
@@ -194,7 +193,7 @@ def _ending(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _messages() -> Iterator[tuple[Callable[[str], None], Callable[[Tally], None]]]:
-    """Yield a printer of sentences on stderr, and one of the tally from time to time."""
+    """Yield functions that print sentences, and at intervals the tally, on stderr."""
     terminal = sys.stderr.isatty()
     every = REDRAW_SECONDS if terminal else line_seconds()
     begun = shown = monotonic()

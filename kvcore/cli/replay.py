@@ -1,4 +1,4 @@
-"""`kvcore replay`: check what a trace says happened, and run its requests again otherwise."""
+"""`kvcore replay`: check a trace, or run its requests again with other options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from kvcore.cli.output import (
     progress,
     reading,
 )
-from kvcore.cli.verb import echo, verb
+from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError, TraceError
 from kvcore.report.tables import share
 from kvcore.trace import Report
 from kvcore.trace import replay as replay_trace
-from kvcore.units import parse_seconds
 
 if TYPE_CHECKING:
     from kvcore.kv_events import RecordingReport
@@ -35,7 +34,7 @@ REPLICA = [
 """Headers of the table of a cluster's replicas."""
 
 MOST_ROWS = 16
-"""Replicas that a table has, at most."""
+"""Largest number of replicas in a table."""
 
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
@@ -47,8 +46,9 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 @click.argument("file", callback=input_file)
 @click.option(
     "--at",
+    type=Time(),
     metavar="SECONDS",
-    help="Time of the trace, in seconds, at which to report the state.",
+    help="Time of the trace, in seconds, at which the state is reported.  [default: its end]",
 )
 @what_if("eviction")
 @what_if("prefix")
@@ -76,23 +76,23 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     "--export",
     callback=file_path,
     metavar="FILE",
-    help="JSONL file for the trace of the requests run again.",
+    help="What if: JSONL file for the trace of the second run.",
 )
 @price_option
 @json_option
-def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
+def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
     """Replay the trace FILE: rebuild the cache line by line, and check every line.
 
     Fails if a line is damaged or cannot follow from those before it, and, after reporting
     what was readable, if the file is cut.
 
-    With any of the options that begin with "What if", or --export, the requests of FILE are
-    run again, with these different and all else as recorded, and both runs are printed side
-    by side. That takes a whole trace of `compare`, or, under the model's clock, of
-    `simulate` or `run`; or the recording of an engine.
+    With any of the options that begin with "What if", the requests of FILE are run again, with
+    these options changed and all others as recorded, and both runs are printed side by side.
+    That needs a complete trace of `compare`, or, under the model's clock, of `simulate` or
+    `run`; or the recording of an engine.
 
     FILE may also be a recording of a real server's KV events, as `kvcore record` writes it:
-    it is checked, and what it can tell is shown.
+    it is checked, and its counts are shown.
     """
     from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 
@@ -114,9 +114,8 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
             raise InputError(msg)
         _what_if(file, given | {"price": price}, as_json=as_json)
         return
-    moment = None if at is None else parse_seconds(at)
     with reading("replaying", file) as tick:
-        report = replay_trace(file, moment, tick)
+        report = replay_trace(file, at, tick)
     document, bills = report.as_dict(), None
     if price is not None and report.complete:
         from kvcore.analysis.recorded_run import bill_trace  # noqa: PLC0415 - for prices alone
@@ -135,7 +134,7 @@ def replay(*, file: Path, at: str | None, as_json: bool, **asked: Any) -> None:
 
 
 def _show_recording(file: Path, *, as_json: bool) -> None:
-    """Check a recording of KV events, and print what it holds."""
+    """Check a recording of KV events, and print its counts."""
     from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
 
     with reading("checking", file) as tick:
@@ -218,7 +217,7 @@ def _print_bills(bills: dict[str, Any], again: dict[str, Any] | None = None) -> 
 
 
 def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield what is in a tier, and what went in and out."""
+    """Yield the rows of a tier: its contents, and its transfers."""
     name = tier["tier"]
     yield f"tier {name}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
     for what in ("parked", "loading", "recovered"):

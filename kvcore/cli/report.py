@@ -1,4 +1,4 @@
-"""`kvcore report`: a page with what was run, tables, charts, regret and miss reasons."""
+"""`kvcore report`: a page with the settings, figures, regret and miss reasons of results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def report(
 
     A RESULT is a folder that `simulate --out` or `run --out` wrote; a trace; the JSON that
     compare, curve, plan, replay with what-if options, explain, quality or size print with
-    --json; or the table of a sweep. Each is recognised by what it holds. Several of one kind
-    are put side by side, and differ from the first.
+    --json; or the table of a sweep. Each is recognised by its content. Several of one kind
+    are put side by side, with their differences from the first.
 
-    Regret and miss reasons are told where there is a trace.
+    Regret, the distance from the optimum, and miss reasons are reported where there is a
+    trace.
     """
     from kvcore.pages import report_page  # noqa: PLC0415 - `--help` does without
 

@@ -1,14 +1,13 @@
-"""`kvcore route`: a proxy in front of several servers, routed by a plugin."""
+"""`kvcore route`: a proxy in front of several servers, with a router plugin."""
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvcore.cli.output import file_path, input_file
+from kvcore.cli.output import file_path, input_file, warn_if_open
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
 
@@ -34,8 +33,8 @@ from kvcore.errors import InputError
 )
 @click.option(
     "--view",
-    help="What the router knows of caches: what was sent where (index), or the KV events of "
-    "the servers (events).  [default: index]",
+    help="Source of the router's knowledge of caches: an index of the prompts sent to each "
+    "server (index), or the KV events of the servers (events).  [default: index]",
 )
 @click.option("--host", help="Address to listen at.  [default: 127.0.0.1]")
 @click.option(
@@ -45,14 +44,14 @@ from kvcore.errors import InputError
     "--trace",
     callback=file_path,
     metavar="FILE",
-    help="JSONL file to write requests to, and where each was sent.",
+    help="JSONL file for requests, and for the server that each was sent to.",
 )
 def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None:
     """Route the requests of an OpenAI-style API to several servers.
 
-    URL is where a server's API is, such as http://127.0.0.1:8001. Completions and chats, with
-    and without streaming, go to the server that the router picks; one that dies before its
-    answer has begun is replaced by another.
+    URL is the address of a server's API, such as http://127.0.0.1:8001. Completions and chats,
+    with and without streaming, go to the server that the router picks. If that server dies
+    before its answer has begun, the request goes to another one.
     """
     from kvcore.online.proxy import run  # noqa: PLC0415 - a slow room
     from kvcore.online.route_config import RouteConfig  # noqa: PLC0415 - as above
@@ -69,15 +68,7 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
         raise InputError(msg)
 
     def ready(url: str) -> None:
-        if not _is_loopback(made.host):
-            echo(f"kvcore: {made.host} is no loopback: whoever reaches it can use it", err=True)
+        warn_if_open(made.host)
         echo(f"kvcore: {len(made.replicas)} servers at {url}; Ctrl-C ends", err=True)
 
     run(made, ready)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,21 +1,21 @@
-"""`kvcore routers`: what each router hits, and how it fares, against one cache for all."""
+"""`kvcore routers`: hits and latencies of each router, beside one cache for all servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from kvcore.analysis.routers import compare_routers
-from kvcore.analysis.sweep.plan import executor_for
-from kvcore.cli.compare import pool_sizes
 from kvcore.cli.options import (
+    Numbers,
     batching_options,
     executor_options,
     names_from_file,
     part_options,
     policy_options,
+    run_options,
+    search_executor,
     shared,
     traffic_options,
     workload_argument,
@@ -29,18 +29,9 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.config.options import option_names
 from kvcore.plugins import Plugins
 from kvcore.report.routers import RoutersReport
 from kvcore.workloads.selection import find_workload
-
-
-def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]:
-    """Read a list of numbers, such as `2,4,8`; the tables of a file are one cluster."""
-    del ctx
-    if isinstance(value, tuple) and all(isinstance(each, Mapping) for each in value):
-        return [value]
-    return pool_sizes(param.opts[0], str(value), "expected numbers, such as 2,4,8")
 
 
 @verb(
@@ -57,8 +48,7 @@ def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]
 )
 @click.option(
     "--replicas",
-    callback=_fleets,
-    type=click.UNPROCESSED,
+    type=Numbers("expected numbers, such as 2,4,8"),
     metavar="LIST",
     default="8",
     help="Numbers of servers that share the requests.",
@@ -71,7 +61,7 @@ def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]
 @shared("tensor_parallel")
 @shared("codec")
 @shared("weights_dtype")
-@shared("blocks", text="Number of KV blocks in a pool.  [default: as many as fit]")
+@shared("blocks", otherwise="as many as fit")
 @shared("memory")
 @batching_options
 @traffic_options
@@ -80,30 +70,23 @@ def _fleets(ctx: click.Context, param: click.Parameter, value: Any) -> list[Any]
 @json_option
 @click.pass_context
 def routers(ctx: click.Context, /, **given: Any) -> None:
-    """Serve WORKLOAD with several servers under each router, and compare.
+    """Compare routers: simulate serving WORKLOAD with several servers under each of them.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format. Without it, it is the trace that comes with kvcore.
-
-    One table has hits, how evenly servers are busy, latencies and goodput, and what one cache
-    of all their memory hits, with the same eviction and at best. Several --replicas show how
-    both change with their number.
+    One table has hits, the balance of load, latencies and goodput of each router, and the hits
+    of one cache with the memory of all servers, under the same eviction policy and under the
+    optimum. Several --replicas show how these change with the number of servers.
     """
     names_from_file(ctx, given | {"trace": None, "out": None})
     source = find_workload(given["workload"], Plugins(), given["seed"])
-    options = {
-        name: given[name]
-        for name in option_names()
-        if name in given and name not in ("workload", "replicas") and given[name] is not None
-    }
+    options = run_options(given, "workload", "replicas")
     with plot_file(given["picture"], source.options().values()) as write_plot:
         found = compare_routers(
             source,
             given["routers"],
             given["replicas"],
-            executor=executor_for(given["executor"], given["jobs"]),
+            executor=search_executor(given, source),
             progress=progress,
-            **options,
+            **{name: value for name, value in options.items() if value is not None},
         )
         report = RoutersReport(found)
         write_plot(report.chart().plot)

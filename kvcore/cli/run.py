@@ -1,9 +1,8 @@
-"""`kvcore run`: serve a workload, or texts, by computing them on tensors."""
+"""`kvcore run`: serve a workload, or prompts, on tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -24,18 +23,18 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    optional_file,
     print_notes,
     print_text,
     progress,
 )
 from kvcore.cli.simulate import document_of, outputs, print_report, report_of
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.verb import Count, echo, flag_of, verb
 from kvcore.config import EngineParts
-from kvcore.config.options import option_help
 from kvcore.engine.engine import RunResult
 from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
-from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.files import refuse_overwrite
 from kvcore.progress import silent, ticked
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
@@ -44,10 +43,10 @@ from kvcore.units import format_bytes, format_seconds
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")
-"""Options that mean something for these alone."""
+"""Options of prompts, of workloads, and of `--clock wall` alone."""
 
 ANNOUNCED = 1 << 30
-"""Bytes of weights from which on they are told before they are drawn."""
+"""Size of weights in bytes from which on a notice is printed before they are drawn."""
 
 
 @verb(
@@ -60,26 +59,28 @@ ANNOUNCED = 1 << 30
     "prompts",
     multiple=True,
     metavar="TEXT",
-    help="Text to continue, in place of a workload; may be given several times.",
+    help="Text to continue, in place of WORKLOAD; may be given several times.",
 )
 @shared("generator")
 @shared("backend")
 @shared(
     "model",
     mode="run",
-    text="Model of the generator.  [default: the generator's own, a tiny one]",
+    text="Model of the generator.",
+    otherwise="the generator's own, a tiny one",
 )
 @shared("dtype")
 @shared(
     "codec",
     mode="run",
-    text="Codec: how K/V is kept, such as int8 or kivi:bits=2.  [default: as in --dtype]",
+    text="Codec: how K/V is kept, such as int8 or kivi:bits=2.",
+    otherwise="as in --dtype",
 )
-@shared("limit", text=f"{option_help('limit')}  [default: 20]")
+@shared("limit", otherwise="20")
 @shared("window")
 @shared(
     "shrink",
-    text="Divisor of all lengths of the workload.  [default: what makes a key a block]",
+    otherwise="tokens of a key by those of a block",
 )
 @click.option(
     "--max-output",
@@ -90,16 +91,21 @@ ANNOUNCED = 1 << 30
 @click.option(
     "--stop-at-eos",
     is_flag=True,
-    help="End a text at its end-of-sequence token; wall clock only.",
+    help="End an output at its end-of-sequence token; --clock wall alone.",
 )
 @shared("threads")
 @policy_options
-@shared("device", text="GPU whose steps --latency and --clock model time.")
-@shared("tensor_parallel", mode="run", text="Number of those GPUs that share the model.")
+@shared("device", text="GPU whose step times --clock model takes from --latency.")
+@shared(
+    "tensor_parallel",
+    mode="run",
+    text="Number of such GPUs that share the model, for --latency.",
+)
 @shared("blocks")
 @shared(
     "memory",
-    text="Bytes of K/V in the pool, in place of a number of blocks.  [default: 256MiB]",
+    text="Bytes of K/V in the pool, in place of a number of blocks.",
+    otherwise="256MiB",
 )
 @batching_options
 @traffic_options
@@ -108,13 +114,14 @@ ANNOUNCED = 1 << 30
     "--step-times",
     callback=file_path,
     metavar="FILE",
-    help="CSV file to write the time of every step to, for `calibrate`; wall clock only.",
+    help="CSV file for the time of every step, which `kvcore calibrate` reads; --clock wall "
+    "alone.",
 )
 @click.option(
     "--acceptance",
     callback=file_path,
     metavar="FILE",
-    help="File for the drafts that were accepted, which the drafter `acceptance` reads.",
+    help="File for the numbers of accepted drafts, which the drafter `acceptance` reads.",
 )
 @json_option
 @click.pass_context
@@ -122,13 +129,12 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     """Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.
 
     Cache, scheduler and loop are those of `kvcore simulate`, and under --clock model so is
-    every decision. WORKLOAD is as there; without it, it is the trace that comes with kvcore.
-    A trace has no texts: token ids are drawn from its block keys, so that what it shares is
-    shared.
+    every decision. A workload has no texts: token ids are drawn from its block keys, so that
+    prompts with common keys have common tokens.
 
     The defaults finish in seconds on a CPU: a tiny model with random weights serves the
     first 20 requests, with their lengths divided so that a block key stands for one block
-    (by 32 for the trace that comes with kvcore). --limit 0 --shrink 1 is the whole of it.
+    (by 32 for the trace that comes with kvcore). --limit 0 --shrink 1 runs the whole workload.
     """
     from_file = names_from_file(ctx, given)
     _check(given, from_file)
@@ -148,7 +154,7 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         refuse_overwrite(step_times, engine.workload.options().values())
     with (
         outputs(engine, given) as (trace, write_metrics),
-        nullcontext() if step_times is None else atomic_file(step_times) as times,
+        optional_file(step_times) as times,
     ):
         result = _serve(engine, trace, residency=given["residency"], live=given["live"])
         if times is not None:
@@ -172,10 +178,10 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _check(given: dict[str, Any], from_file: set[str]) -> None:
-    """Refuse options that have no effect together; ignore those from the config file.
+    """Refuse options without an effect; ignore them if they come from the config file.
 
     Raises:
-        InputError: says which, and beside what they do.
+        InputError: an option of the command line has no effect beside the others.
     """
     texts = bool(given["prompts"])
     for name in from_file.intersection(("workload", *OF_WORKLOADS) if texts else OF_PROMPTS):
@@ -186,12 +192,10 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
     others, needed = (OF_WORKLOADS, "a WORKLOAD") if texts else (OF_PROMPTS, "--prompt")
     for name in others:
         if given[name] is not None:
-            msg = f"--{name.replace('_', '-')} is for {needed} alone: leave it out"
+            msg = f"{flag_of(name)} is for {needed} alone: leave it out"
     for name in OF_WALL:
         if given[name] and given["clock"] != "wall":
-            msg = f"--{name.replace('_', '-')} needs --clock wall"
-    if given["trace"] is not None and given["trace"] == given["step_times"]:
-        msg = "--trace and --step-times name the same file: give each its own"
+            msg = f"{flag_of(name)} needs --clock wall"
     if msg:
         raise InputError(msg)
 
@@ -243,8 +247,7 @@ def _print_texts(document: dict[str, Any]) -> None:
 
 def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
     clock = "measured" if engine.config.clock == "wall" else "simulated"
-    config = document["config"]
-    report = report_of(result, document, config, clock=clock, done="computed")
+    report = report_of(result, document, clock=clock, done="computed")
     print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
 
 

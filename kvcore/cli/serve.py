@@ -1,4 +1,4 @@
-"""`kvcore serve`: the engine behind an OpenAI-style API."""
+"""`kvcore serve`: a server with an OpenAI-style API."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvcore.cli.options import (
     naming,
     shared,
 )
-from kvcore.cli.output import file_path, seconds
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.output import file_path, warn_if_open
+from kvcore.cli.verb import Count, Seconds, echo, verb
 from kvcore.config import EngineParts
 from kvcore.workloads import PromptWorkload
 
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     "kvcore serve --generator huggingface:model=./my-model --kv-events tcp://127.0.0.1:5557",
     more="Ctrl-C and SIGTERM let open requests end, check the cache, and make the trace whole.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option(
     "--port",
     type=Count(0),
     default=8001,
-    show_default=True,
     help="Port to listen at; 0 takes a free one.",
 )
 @click.option("--name", help="Name of the model for clients.  [default: the model's own]")
@@ -41,48 +40,48 @@ if TYPE_CHECKING:
     "--requests",
     type=Count(),
     default=1024,
-    show_default=True,
     help="Largest number of requests that run or wait; more are answered with 503.",
 )
 @click.option(
     "--body",
     type=Count(),
     default=1 << 20,
-    show_default=True,
-    help="Largest number of bytes of a request.",
+    help="Largest size of a request in bytes.",
 )
 @click.option(
     "--client-timeout",
-    callback=seconds,
+    type=Seconds(),
     default="30",
     metavar="SECONDS",
-    help="Time in which clients send a request, and take each part of an answer.",
+    help="Longest time in which a client sends a request, or takes a part of an answer.",
 )
 @click.option(
     "--grace",
-    callback=seconds,
+    type=Seconds(),
     default="10",
     metavar="SECONDS",
-    help="Time that open requests have when the server ends.",
+    help="Longest time that open requests may take when the server ends.",
 )
 @click.option(
     "--kv-events",
     metavar="ADDRESS",
-    help="Where KV events are published over ZMQ, such as tcp://127.0.0.1:5557.",
+    help="Address at which KV events are published over ZMQ, such as tcp://127.0.0.1:5557.",
 )
-@click.option("--kv-replay", metavar="ADDRESS", help="Where they can be asked for again.")
+@click.option(
+    "--kv-replay", metavar="ADDRESS", help="Address at which missing KV events are sent again."
+)
 @shared("generator")
 @shared("backend")
-@shared("model", mode="run", text="Model of the generator.  [default: a tiny one]")
+@shared("model", mode="run", text="Model of the generator.", otherwise="a tiny one")
 @shared("dtype")
-@shared("codec", mode="run", text="Codec: how K/V is kept.  [default: as in --dtype]")
+@shared("codec", mode="run", text="Codec: how K/V is kept.", otherwise="as in --dtype")
 @shared("threads")
 @shared("scheduler")
 @shared("eviction")
 @shared("prefix")
 @shared("tier")
 @shared("blocks")
-@shared("memory", text="Bytes of K/V in the pool.  [default: 256MiB]")
+@shared("memory", text="Bytes of K/V in the pool.", otherwise="256MiB")
 @batching_options
 @shared("seed")
 @config_option
@@ -97,8 +96,8 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     """Serve a model to clients of an OpenAI-style API, streamed or not.
 
     Cache, scheduler and engine are those of `kvcore run`, by the clock on the wall: a small
-    server for demonstrations and tests, and to record what one's own clients ask for. There is
-    no access control: who reaches the address can use it.
+    server for demonstrations and tests, and to record the requests of one's own clients. There
+    is no access control: any client that reaches the address can use it.
     """
     from kvcore.online.server import ServeConfig, run  # noqa: PLC0415 - a slow room
 
@@ -112,6 +111,7 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     parts = EngineParts(config_of(options, "run"), naming=naming(given["config"], from_file))
 
     def ready(server: Server) -> None:
+        warn_if_open(config.host)
         echo(f"kvcore: {server.model} at {server.url}; Ctrl-C ends", err=True)
 
     run(parts, config, ready)

@@ -1,4 +1,4 @@
-"""`kvcore simulate`: what a serving system would do with a workload."""
+"""`kvcore simulate`: simulate serving a workload, on one server or on several."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from kvcore.plugins.options import as_text
 from kvcore.progress import silent, ticked, unseen
 from kvcore.serving import Batching, Result, Scheduler
 from kvcore.serving import simulate as run_simulation
-from kvcore.serving.result import REQUESTS, SUMMARY, Reported
+from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
 from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 @shared("tensor_parallel")
 @shared("codec")
 @shared("weights_dtype")
-@shared("blocks", text="Number of KV blocks in the pool.  [default: as many as fit]")
+@shared("blocks", otherwise="as many as fit")
 @shared("memory")
 @batching_options
 @shared("allocation")
@@ -78,23 +78,23 @@ if TYPE_CHECKING:
 @click.option(
     "--search/--no-search",
     default=True,
-    help="Search for what would hold a workload that is too much, by simulating it again.",
+    help="If the load is too high, search for a request rate, and for numbers of blocks, GPUs "
+    "or servers, with which the queue does not grow, by further simulations.",
 )
 @price_option
 @click.option(
-    "--show", is_flag=True, help="Print the limits and rules that would hold, and exit."
+    "--show",
+    is_flag=True,
+    help="Print the limits and rules that these options give, and exit.",
 )
 @json_option
 @click.pass_context
 def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one run, its steps in turn
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
-    WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a
-    file of any known format; `-` reads stdin. Without it, it is the trace that comes with
-    kvcore. Other
-    plugins take options in the same way: --scheduler srpt:preemptive=false.
-
-    The defaults are Llama 3 8B on four H100, which can carry that trace; one cannot.
+    The defaults are Llama 3 8B on four H100 GPUs, which can serve the trace that comes with
+    kvcore; one GPU cannot. Plugins take options after a colon, as in --scheduler
+    srpt:preemptive=false.
     """
     from_file = names_from_file(ctx, given)
     config = config_of(given, "simulate")
@@ -142,7 +142,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one r
 
 
 def _show_rules(config: RunConfig) -> None:
-    """Print the limits of a step and the rules of a configuration, and what each means."""
+    """Print the limits of a step and the rules of a configuration, with their meanings."""
     from kvcore.config.like import LIKENESSES  # noqa: PLC0415 - `--show` alone
 
     names = (*attrs.fields_dict(Batching), "scheduler", "eviction", "prefix")
@@ -160,7 +160,7 @@ def _show_rules(config: RunConfig) -> None:
 
 
 def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
-    """Refuse options of clusters if the number of servers is not given."""
+    """Refuse the options of clusters if there is one server."""
     source = ctx.get_parameter_source
     for name in ("router", "view"):
         alone = source("replicas") is ParameterSource.DEFAULT
@@ -170,7 +170,7 @@ def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
 
 
 def _searched(parts: RunParts, result: Any) -> dict[str, float | int]:
-    """Search for what would hold, and show on stderr how many simulations that took."""
+    """Return options under which the queue does not grow; show the search on stderr."""
     from kvcore.analysis import capacity  # noqa: PLC0415 - nothing else needs it
 
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
@@ -238,14 +238,14 @@ def _print(
         return _print_cluster(result, document, searching=searching)
     from kvcore.report import PagingReport  # noqa: PLC0415 - JSON does without it
 
-    report = report_of(result, document, document["config"], searching=searching)
+    report = report_of(result, document, searching=searching)
     if "paged" not in document:
         print_report(report)
         return report
     paging = PagingReport(document, document["paged"], result.max_output or 0)
     table = paging.headers, paging.rows, paging.headers[1:]
-    told = report.warning, report.headline, paging.headline
-    print_sections(*told, table, f"{paging.reading}\n{report.setup}")
+    headlines = report.warning, report.headline, paging.headline
+    print_sections(*headlines, table, f"{paging.reading}\n{report.setup}")
     return report
 
 
@@ -269,19 +269,16 @@ def _print_cluster(
     return report
 
 
-# What `run` has in common with it: the files it writes, and its report.
-
-TRACE = "trace.jsonl.gz"
-"""The name of the trace in a directory of results."""
+# Shared with `run`: the files of a run, and its report.
 
 
 @contextmanager
 def outputs(
     parts: RunParts, given: Mapping[str, Any]
 ) -> Iterator[tuple[Trace | None, Callable[[Reported, dict[str, Any]], None]]]:
-    """Open what a run writes; yield its trace, if any, and a function that writes metrics.
+    """Open the files of a run; yield its trace, if any, and a function that writes metrics.
 
-    If the body raises, no file is left of it, nor a directory that was made for it.
+    If the body raises, no file is left, and no directory that was made for the files.
     """
     path, out, others = given["trace"], given["out"], []
     if out is not None:
@@ -304,9 +301,7 @@ def outputs(
             trace = stack.enter_context(shown)
         elif path is not None:
             trace = stack.enter_context(Trace(path, **parts.header()))
-        written = metrics_file(
-            given["prometheus"], parts.workload, given["trace"], as_json=given["as_json"]
-        )
+        written = metrics_file(given["prometheus"], parts.workload, as_json=given["as_json"])
         yield trace, partial(_write_metrics, stack.enter_context(written))
 
 
@@ -321,7 +316,7 @@ def _write_metrics(
 
 @contextmanager
 def _directory(path: Path) -> Iterator[None]:
-    """Make a directory, if need be, which is removed if the body raises."""
+    """Make a directory; if the body raises, remove it unless it was there before."""
     made = not path.exists()
     make_directory(path)
     try:
@@ -357,22 +352,16 @@ def cluster_document(parts: ClusterParts, result: ClusterResult) -> dict[str, An
     return {**result.summary(), "config": parts.describe(*plugins, *more)}
 
 
-def report_of(
-    result: Result, document: dict[str, Any], config: Any, **words: Any
-) -> SimulationReport:
-    """Return the report of a run; `words` are its other attributes."""
+def report_of(result: Result, document: dict[str, Any], **words: Any) -> SimulationReport:
+    """Return the report of a run; `words` are further attributes of it."""
     from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
 
-    return SimulationReport(
-        document,
-        config,
-        refusal=next(iter(result.log.reasons.values()), None),
-        **words,
-    )
+    refusal = next(iter(result.log.reasons.values()), None)
+    return SimulationReport(document, document["config"], refusal=refusal, **words)
 
 
 def print_report(report: SimulationReport, *more: str) -> None:
-    """Print the report of a run; the sentences `more` go with its headline."""
+    """Print the report of a run, with the sentences `more` below its headline."""
     columns, tiers = report.columns, report.tiers
     names = [tier["tier"] for tier in report.summary.get("tiers") or ()]
     print_sections(

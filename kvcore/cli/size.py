@@ -1,4 +1,4 @@
-"""`kvcore size`: what a model's K/V takes, how much of it fits, and how fast it can go."""
+"""`kvcore size`: bytes of a model's K/V, requests that fit on a GPU, and bounds of speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 80
 
 
 def _listed(what: str, names: Iterable[str]) -> str:
-    """Return a paragraph of a help page that lists `names`, none of them broken."""
+    """Return a paragraph of a help page that lists `names`, each on one line."""
     return "\b\n" + fill(f"{what}: {', '.join(names)}.", WIDTH - 4, break_on_hyphens=False)
 
 
@@ -38,7 +38,7 @@ def _listed(what: str, names: Iterable[str]) -> str:
     renamed={"--dtype": "--codec"},
 )
 @click.argument("model")
-@click.option("--device", help="GPU that the model is to fit on, such as h200.")
+@click.option("--device", help="GPU that holds the model, such as h200.")
 @click.option("--tokens", type=Count(), default=8192, help="Number of tokens of a request.")
 @click.option(
     "--batch", type=Count(), default=1, help="Number of requests that are decoded together."
@@ -58,9 +58,12 @@ def _listed(what: str, names: Iterable[str]) -> str:
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
 @click.option(
     "--reserve",
-    help=f"Bytes or share of the memory to keep free, such as 8GiB.  [default: {RESERVE}]",
+    help="Bytes or share of the GPU's memory to keep free, such as 8GiB.  "
+    f"[default: {RESERVE}]",
 )
-@click.option("--window", type=Count(), help="Largest number of tokens that a layer keeps.")
+@click.option(
+    "--window", type=Count(), help="Largest number of tokens whose K/V a layer keeps."
+)
 @json_option
 def size(
     *,
@@ -105,10 +108,10 @@ def size(
 
 
 def _reserve(text: str, device: DeviceSpec | None) -> int:
-    """Read a share of the memory of `device`, or a size, in bytes.
+    """Return in bytes a size, or a share of the memory of `device`.
 
     Raises:
-        InputError: neither, no device to reserve it on, or nothing left of it.
+        InputError: the text is neither, there is no device, or no memory is left on it.
     """
     percent = re.fullmatch(r"\s*([0-9]{0,99}\.?[0-9]{1,99})\s*%\s*", text)
     share = Fraction(percent[1]) / 100 if percent else Fraction(0)
@@ -131,7 +134,7 @@ def _reserve(text: str, device: DeviceSpec | None) -> int:
 
 
 def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
-    """Report the sizes that do not depend on a device."""
+    """Return the sizes that do not depend on a device."""
     model = layout.model
     windows = Counter(model.windows).items()
     return {
@@ -159,7 +162,7 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
 def _bounds(
     layout: KVLayout, gpu: DeviceSpec, reserve: int, tokens: int, batch: int
 ) -> dict[str, Any]:
-    """Report what fits on a device, and if that runs at all, the bounds it sets to speed."""
+    """Return the requests that fit on a device, and if the weights do, the bounds of speed."""
     model = layout.model
     budget = kv_budget(model, gpu, reserve)
     requests = layout.requests_in(budget, tokens)

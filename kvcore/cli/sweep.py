@@ -1,4 +1,4 @@
-"""`kvcore sweep`: a grid of runs, which can be killed and goes on."""
+"""`kvcore sweep`: a grid of runs, which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from kvcore.analysis.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore.analysis.sweep import sweep as run_sweep
 from kvcore.analysis.sweep.grid import SweepFile
+from kvcore.cli.options import executor_options
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -21,7 +22,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
@@ -42,7 +43,7 @@ FAILED = 1
 """The exit code if a cell failed."""
 
 SHOWN = 10
-"""How many failed cells are named."""
+"""Largest number of failed cells to name."""
 
 
 @verb("kvcore sweep grid.toml --out results.csv --jobs 4")
@@ -54,19 +55,12 @@ SHOWN = 10
     help="File for the results (.csv, .json or .parquet), or a directory.  "
     "[default: NAME-results]",
 )
-@click.option(
-    "--jobs", type=Count(), help="Number of cells that run at a time.  [default: one a CPU]"
-)
-@click.option(
-    "--executor",
-    metavar="WHERE",
-    help="Machines to run cells on: local, ray, or ray:HOST:PORT.  [default: local]",
-)
+@executor_options
 @plot_option
 @click.option(
     "--plot-axis",
     metavar="NAME",
-    help="Axis to draw the plot over.  [default: the one of numbers that varies]",
+    help="Axis of the grid for the x-axis of the plot.  [default: the only one with numbers]",
 )
 @json_option
 @click.pass_context
@@ -82,11 +76,11 @@ def sweep(
     plot_axis: str | None,
     as_json: bool,
 ) -> None:
-    """Run each combination of the workloads, policies, sizes and more that NAME.TOML gives.
+    """Run each combination of the workloads, policies, sizes and other options in NAME.TOML.
 
     Each cell of the grid is simulated (mode "simulate") or replayed without a clock (mode
-    "compare"), in processes of this machine or on a Ray cluster. What is finished is kept:
-    the same command after a crash goes on where it was.
+    "compare"), in processes of this machine or on a Ray cluster. Finished cells are kept: after
+    a crash the same command goes on with the rest.
     """
     source = SweepFile.read(file)
     with _naming(None if executor or jobs else file):
@@ -124,7 +118,7 @@ def sweep(
 
 @contextmanager
 def _naming(file: Path | None) -> Iterator[None]:
-    """Prefix errors of the body with the file that they are about; None: with none."""
+    """Prefix errors of the body with the name of the file, if one is given."""
     try:
         yield
     except (InputError, PluginError) as error:
@@ -135,7 +129,7 @@ def _naming(file: Path | None) -> Iterator[None]:
 
 
 def _places(out: Path) -> tuple[Path, list[Path]]:
-    """Return where the journal and the tables go."""
+    """Return the paths of the journal and of the tables."""
     if out.is_dir() or not out.suffix:
         return out / JOURNAL, [out / "results.csv", out / "results.json"]
     if out.suffix not in WRITERS:
@@ -146,7 +140,7 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
 
 
 def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
-    """Refuse to write over the files that the workloads read."""
+    """Refuse to write over files that the workloads read."""
     plugins = Plugins()
     for spec in grid.axes.get("workload", ()):
         workload = plugins.build("workload", spec)
@@ -166,7 +160,7 @@ def _print(result: Sweep, tables: list[Path]) -> None:
 
 
 def _report_failures(result: Sweep) -> None:
-    """Print on stderr which cells failed, and why."""
+    """Print the failed cells and their errors on stderr."""
     failed = result.failed
     varied = [name for name in result.grid.varied if name in result.rows[0]]
     for row in failed[:SHOWN]:

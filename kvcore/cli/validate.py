@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -11,26 +10,26 @@ from click.core import ParameterSource
 from kvcore.analysis.measured import AIC
 from kvcore.analysis.validation import GROUPS, ROUNDS, SPREAD
 from kvcore.analysis.validation import validate as compare_rows
-from kvcore.cli.options import batching_options, shared
+from kvcore.cli.options import batching_options, run_options, shared
 from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
+    optional_file,
     picture_option,
     plot_file,
     print_sections,
     progress,
 )
 from kvcore.cli.verb import Count, verb
-from kvcore.config.options import option_names
-from kvcore.files import atomic_file, input_path, refuse_overwrite
+from kvcore.files import input_path, refuse_overwrite
 from kvcore.report.validation import ValidationReport
 
 
 def _conditions(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return the values that columns must have."""
+    """Return the values that rows must have, by column."""
     found = dict(text.partition("=")[::2] for text in values)
     if not all(found.values()):
         msg = "write NAME=VALUE, such as device=h100,h200"
@@ -45,25 +44,26 @@ def _conditions(
     multiple=True,
     callback=_conditions,
     metavar="NAME=VALUES",
-    help="Column, and the values of the rows to take: device=h100,h200.",
+    help="Column and its values in the rows to take, such as device=h100,h200.",
 )
 @click.option(
     "--by",
     default=",".join(GROUPS),
     metavar="LIST",
-    help="Columns by which rows are grouped; of several at once: model+engine.",
+    help="Columns by which errors are grouped; model+engine groups by both at once.",
 )
 @click.option(
     "--rounds",
     type=Count(),
     default=ROUNDS,
-    help="Number of requests of each client of a closed loop.",
+    help="Number of requests that each client of the closed loop sends, one after another.",
 )
 @click.option(
     "--spread",
     type=click.FloatRange(0, 1, max_open=True),
     default=SPREAD,
-    help="Share by which lengths vary: 0.2 draws them from 80 % to 100 % of the row's.",
+    help="Share by which lengths of requests vary: 0.2 draws them from 80 % to 100 % of those "
+    "of the row.",
 )
 @shared("latency")
 @shared("scheduler")
@@ -73,24 +73,22 @@ def _conditions(
 @json_option
 @click.pass_context
 def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
-    """Simulate the measured rows of FILE, and compare: TTFT, TPOT and throughput.
+    """Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput.
 
     FILE is a table of measurements (CSV, or JSON Lines); `aic` stands for the samples that
-    come with the package aiconfigurator-core. Options are for rows that do not have them; a
-    row of an engine that --like knows is served by its rules, but for --like none.
+    come with the package aiconfigurator-core. An option applies to rows whose table has no
+    column of its name. A row of an engine that --like knows is served by the rules of that
+    engine, except with --like none.
     """
     path = source if source == AIC else input_path(source)
     table, out = given["csv"], given["out"]
     if table is not None:
         refuse_overwrite(table, [path])
-    default, source_of = ParameterSource.DEFAULT, ctx.get_parameter_source
-    options = {
-        name: given[name]
-        for name in option_names()
-        if name in given and source_of(name) is not default
-    }
+    source_of = ctx.get_parameter_source
+    unset = (name for name in given if source_of(name) is ParameterSource.DEFAULT)
+    options = run_options(given, *unset)
     with (
-        nullcontext() if table is None else atomic_file(table) as rows,
+        optional_file(table) as rows,
         plot_file(out, [path]) as write_plot,
     ):
         report = ValidationReport(

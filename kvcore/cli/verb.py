@@ -1,6 +1,6 @@
-"""What verbs are made with: help pages under headings, whole numbers, completion by a shell.
+"""The parts of verbs: help pages with headings, types of values, completion by a shell.
 
-And text on its way to a terminal: files and servers cannot control that, plugins not add to it.
+Text for a terminal is escaped here, so that no file or server can control the terminal.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
-from kvcore.units import check_whole, parse_whole
+from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option by its name: `--block-size` of `block_size`."""
+    return f"--{name.replace('_', '-')}"
 
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
@@ -27,28 +32,28 @@ VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
 )
-"""C0 but for tab and newline, C1, line separators, and what turns the direction of text."""
+"""C0 except tab and newline, C1, line separators, and characters that change the direction."""
 
 
 def escaped(text: str) -> str:
-    """Return `text` with each control character as `<U+001B>`: visible, ASCII, and inert."""
+    """Return `text` with control characters in visible ASCII, such as `<U+001B>`."""
     return _CONTROLS.sub(lambda found: f"<U+{ord(found[0]):04X}>", text)
 
 
 def escaped_json(document: bytes) -> bytes:
-    r"""Return a JSON document, equal when parsed, with control characters as `\u009b`.
+    r"""Return an equal JSON document with control characters escaped, such as `\u009b`.
 
-    The encoder has escaped those of ASCII but DEL; all are in texts.
+    The encoder has escaped those of ASCII except DEL.
     """
     if document.isascii() and b"\x7f" not in document:
         return document
     text = document.decode()
-    # A document's own line ends are the only control characters between its texts.
+    # Line ends are the only control characters of a document that are not in strings.
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print `text` on stdout, or with `err` on stderr, its control characters escaped."""
+    """Print `text` on stdout, or with `err` on stderr, with control characters escaped."""
     click.echo(escaped(text), file=None if err else results(), err=err, nl=nl)
 
 
@@ -56,13 +61,13 @@ _RESULTS = "kvcore.results"
 
 
 def results() -> TextIO:
-    """Return where results are printed: the stdout that the verb was called with."""
+    """Return the stream for results: stdout at the start of the verb."""
     context = click.get_current_context(silent=True)
     return cast("TextIO", context.meta.get(_RESULTS, sys.stdout) if context else sys.stdout)
 
 
 def results_alone(verb: VerbT) -> VerbT:
-    """Return `verb`, during which only results go to stdout; what plugins print, to stderr."""
+    """Return `verb` with stdout for results alone: output of plugins goes to stderr."""
 
     @wraps(verb)
     def called(*args: Any, **options: Any) -> Any:
@@ -74,14 +79,14 @@ def results_alone(verb: VerbT) -> VerbT:
 
 
 RENAMED = {"--count": "--accounting", "--kv-dtype": "--codec"}
-"""Options of earlier releases, which are still taken, and what they are called now."""
+"""Options of earlier releases, which are still accepted, and their present names."""
 
 
 class Verb(click.Command):
-    """A verb. The help page of one with many options has them under headings.
+    """A verb. If it has many options, its help page has them under headings.
 
     Attributes:
-        renamed: what options of an earlier release are called now.
+        renamed: present names of options of earlier releases.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class Verb(click.Command):
         self.renamed = {**RENAMED, **(renamed or {})}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse a command line; options under their earlier names are taken with a notice."""
+        """Parse a command line; accept options under their earlier names with a notice."""
         own = {flag for param in self.params for flag in param.opts}
         ends = args.index("--") if "--" in args else len(args)
         for place, text in enumerate(args[:ends]):
@@ -102,8 +107,17 @@ class Verb(click.Command):
                 args[place] = f"{now}{equals}{value}"
         return super().parse_args(ctx, args)
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description, with a paragraph on WORKLOAD if that is an argument."""
+        super().format_help_text(ctx, formatter)
+        arguments = (each.name for each in self.params if isinstance(each, click.Argument))
+        if "workload" in arguments:
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(WORKLOAD)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options under the headings of `HEADINGS`, in this order."""
+        """List the options under their headings, in the order of `HEADINGS`."""
         listed: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
         params = self.get_params(ctx)
         few = len(params) < MANY
@@ -124,8 +138,8 @@ def verb(
     """Return a decorator that makes a function a verb.
 
     Args:
-        examples: command lines that the help page ends with.
-        more: what it says below them.
+        examples: command lines for the end of the help page.
+        more: a paragraph below them.
         settings: as for `click.command`.
     """
     lines = "\n".join(f"  {example}" for example in examples)
@@ -134,11 +148,18 @@ def verb(
     return click.command(cls=Verb, context_settings=shown, epilog=epilog, **settings)
 
 
+WORKLOAD = (
+    "WORKLOAD is a workload plugin with options, such as zipf:requests=1000,skew=1.5, or a "
+    "file of any known format; `-` reads stdin. Without it, it is the trace that comes with "
+    "kvcore."
+)
+"""The paragraph of help pages on the argument WORKLOAD."""
+
 WIDTH = 96
-"""The most columns that a help page takes."""
+"""Largest number of columns of a help page."""
 
 MANY = 14
-"""From how many options on a help page has headings."""
+"""Number of options from which on a help page has headings."""
 
 REST = "Options"
 
@@ -171,11 +192,11 @@ HEADINGS = {
     ),
     REST: (),
 }
-"""The headings of long help pages, and the parameters below each."""
+"""Headings of long help pages, and the names of the parameters below each."""
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
-    """A whole number of at least `least`, written as everywhere: `8192`, `8k`, `1e5`."""
+    """A whole number of at least `least`, such as `8192`, `8k` or `1e5`."""
 
     name = "integer"
 
@@ -185,7 +206,7 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Read the text of a number, or check a number of a file."""
+        """Read the text of a number, or check a number from a file."""
         try:
             is_text = isinstance(value, str)
             read = parse_whole if is_text else check_whole
@@ -194,10 +215,38 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
             self.fail(str(error), param, ctx)
 
 
+class Time(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
+    """A time such as `90`, `1.5` or `50ms`, in seconds; a verb receives it in ns."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Read the text of a time, or a number of seconds from a file."""
+        try:
+            return parse_seconds(str(value))
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(Time):
+    """A time above 0, such as `90`, `1.5` or `50ms`; a verb receives it in seconds."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Read the text of a time, or a number of seconds from a file."""
+        time = super().convert(value, param, ctx) / NS_PER_S
+        if not time:
+            self.fail("must be above 0 seconds", param, ctx)
+        return float(time)
+
+
 def complete_workload(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return workload plugins that begin so, and let the shell add files."""
+    """Return the workload plugins that begin with `incomplete`; the shell adds files."""
     from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
 
     names = complete_plugin("workload", ctx, param, incomplete)
@@ -207,7 +256,7 @@ def complete_workload(
 def complete_plugin(
     kind: str, ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[str]:
-    """Return the names of plugins that continue what a shell has of an option's value."""
+    """Return the completions of the last plugin name in an option's value."""
     del ctx, param
     before, comma, begun = incomplete.rpartition(",")
     names = [name for name in Plugins().names(kind) if name.startswith(begun)]
@@ -215,5 +264,5 @@ def complete_plugin(
 
 
 def plugin_completion(kind: str) -> dict[str, Any]:
-    """Return the settings of an option or argument whose value names plugins of a kind."""
+    """Return the settings of an option for its completion with the plugins of a kind."""
     return {"shell_complete": partial(complete_plugin, kind)}

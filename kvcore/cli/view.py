@@ -9,10 +9,10 @@ import click
 
 from kvcore.cli.options import replica_option
 from kvcore.cli.output import input_file, page_option, progress, write_page
-from kvcore.cli.verb import echo, verb
+from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.units import parse_seconds, parse_window
+from kvcore.units import parse_window
 
 
 @verb(
@@ -23,7 +23,9 @@ from kvcore.units import parse_seconds, parse_window
 @click.argument("trace", callback=input_file)
 @click.argument("other", required=False, callback=input_file)
 @page_option()
-@click.option("--serve", is_flag=True, help="Serve the page to this machine until Ctrl-C.")
+@click.option(
+    "--serve", is_flag=True, help="Serve the page to browsers on this machine until Ctrl-C."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -33,20 +35,21 @@ from kvcore.units import parse_seconds, parse_window
 @click.option(
     "--window",
     metavar="START:END",
-    help="Seconds of the trace that the page plays, START:END; either may be left out.",
+    help="Part of the trace that the page plays, START:END in seconds; either may be left out.",
 )
 @click.option(
     "--at",
+    type=Time(),
     metavar="SECONDS",
-    help="Time of the trace at which the page opens; beyond the end, it is the end.  "
-    "[default: the eviction that cost most]",
+    help="Time of the trace, in seconds, at which the page opens; at most its end.  "
+    "[default: time of the costliest eviction]",
 )
 @replica_option
 @click.option(
     "--events",
     type=click.IntRange(min=1),
     default=1_000_000,
-    help="Lines of a trace that the page plays at most.",
+    help="Largest number of lines of a trace that the page plays.",
 )
 def view(
     *,
@@ -56,7 +59,7 @@ def view(
     serve: bool,
     port: int,
     window: str | None,
-    at: str | None,
+    at: int | None,
     replica: str | None,
     events: int,
 ) -> None:
@@ -64,8 +67,8 @@ def view(
 
     The page is one file, which a browser opens without a server or a network: the pool as a
     map of blocks, the prefix tree, requests over time, curves, and why each request missed,
-    at any moment of the run. Of a trace longer than --events it has the first lines, or those
-    from the start of --window on, and says so.
+    at any moment of the run. If a trace is longer than --events, the page has its first lines,
+    or those from the start of --window on, and says so.
     """
     from kvcore.pages import view_page  # noqa: PLC0415 - `--help` does without
     from kvcore.pages.playback import Window  # noqa: PLC0415 - as above
@@ -79,7 +82,7 @@ def view(
         view_page,
         traces,
         window=Window(start, end, events),
-        at=None if at is None else parse_seconds(at),
+        at=at,
         replica=replica,
         progress=progress,
         notify=lambda notice: echo(f"kvcore: {notice}", err=True),

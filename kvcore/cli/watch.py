@@ -1,4 +1,4 @@
-"""`kvcore watch`: show what happens in a trace, as it happened or as it is written."""
+"""`kvcore watch`: show the events of a trace by its clock, or while it is written."""
 
 from __future__ import annotations
 
@@ -13,32 +13,24 @@ import orjson
 
 from kvcore.cli.options import replica_option
 from kvcore.cli.output import input_file
-from kvcore.cli.verb import results, verb
+from kvcore.cli.verb import Time, results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
 from kvcore.trace import ServerReader
-from kvcore.units import NS_PER_S, parse_seconds
+from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvcore.cli.live import Player
 
 SPEED = 10.0
-"""Seconds of the trace in a second, unless told."""
+"""Default number of seconds of the trace in a second."""
 
 TAIL_BYTES = 1 << 16
-"""Bytes in which the last line of a trace is looked for."""
-
-
-def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return a time of the trace in ns."""
-    try:
-        return None if value is None else parse_seconds(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
+"""Bytes at the end of a trace in which its last line is searched."""
 
 
 def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """Return a speed, which is above 0."""
+    """Return a speed above 0."""
     if value is not None and (isnan(value) or value <= 0):
         msg = "must be above 0, such as 10; inf is as fast as it can be read"
         raise click.BadParameter(msg, ctx, param)
@@ -52,30 +44,30 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     type=float,
     callback=factor,
     metavar="FACTOR",
-    help="Seconds of the trace in a second, or inf.  [default: 10; inf for a trace that is "
-    "being written, and in a pipe]",
+    help="Seconds of the trace shown in one second; inf does not wait.  [default: 10; inf for "
+    "a trace that is being written, and where stdout is no terminal]",
 )
 @click.option(
     "--from",
     "begin",
-    callback=seconds,
+    type=Time(),
     metavar="SECONDS",
-    help="Time of the trace up to which it is read at once.",
+    help="Time of the trace, in seconds, up to which events are not waited for.",
 )
 @click.option(
     "--to",
     "end",
-    callback=seconds,
+    type=Time(),
     metavar="SECONDS",
-    help="Time of the trace at which to stop.",
+    help="Time of the trace, in seconds, at which to stop.",
 )
 @replica_option
 @click.option(
     "--every",
-    callback=seconds,
+    type=Time(),
     default="10",
     metavar="SECONDS",
-    help="Time of the trace between two lines, where stdout is no terminal.",
+    help="Seconds of the trace between two lines, where stdout is no terminal.",
 )
 def watch(
     *,
@@ -115,7 +107,7 @@ def watch(
 
 
 def _play(reader: ServerReader, player: Player, end: float) -> bool:
-    """Show the events of a trace; return True if there are some after `end` (ns)."""
+    """Show the events of a trace up to `end` (ns); return True if there are later ones."""
     for event in reader:
         if event.t > end:
             player.draw()
@@ -134,7 +126,7 @@ def _is_written(path: Path) -> bool:
         with path.open("rb") as file:
             return is_being_written(file.fileno())
     except OSError:
-        return False  # its reader will say
+        return False  # its reader will fail, with the reason
 
 
 def _last_time(path: Path) -> int | None:
@@ -151,7 +143,7 @@ def _last_time(path: Path) -> int | None:
 
 
 class _Follower(ServerReader):
-    """Reads a trace while it is written, until its writer is gone."""
+    """Reads a trace while it is written, until its writer has ended."""
 
     def __init__(self, file: Path, idle: Callable[[], None], replica: str | None) -> None:
         super().__init__(file, replica)
@@ -162,7 +154,7 @@ class _Follower(ServerReader):
 
 
 class _GrowingFile(io.FileIO):
-    """A file that is read while it is written; its end is known when its writer has ended."""
+    """A file that is read while it is written, and ends when its writer has ended."""
 
     def __init__(self, path: Path, idle: Callable[[], None]) -> None:
         super().__init__(path)

@@ -101,14 +101,19 @@ class _ConfigFile:
         kind = self.types[name]
         if isinstance(value, int) and _reader(kind) is as_bytes:
             value = shown(value)  # in a file a size has its unit
+        if kind == list[int] and _is_list(value):
+            return value if isinstance(value, str) else self._converted(name, value)
         if name in option_names():
             return self._placed(name, read_option(name, value))
+        found = self._converted(name, value)
+        return self.path.parent / found if isinstance(found, Path) else found
+
+    def _converted(self, name: str, value: Any) -> Any:
         try:
-            found = convert(value, kind)
+            return convert(value, self.types[name])
         except InputError as error:
             msg = f"{name}: {error}"
             raise InputError(msg) from error
-        return self.path.parent / found if isinstance(found, Path) else found
 
     def _placed(self, name: str, value: Any) -> Any:
         """Return a value with its paths as seen from the working directory."""
@@ -140,6 +145,12 @@ class _ConfigFile:
             for option, text in value.options.items()
         }
         return Spec(value.name, placed)
+
+
+def _is_list(value: Any) -> bool:
+    """Return True if `value` is text, or a list without tables: no option of one run is."""
+    is_list = isinstance(value, list) and not any(isinstance(each, dict) for each in value)
+    return is_list or isinstance(value, str)
 
 
 def _reader(kind: Any) -> Any:

@@ -220,12 +220,15 @@ class RunOptions:
         Spec("roofline"), "Latency model: how many seconds a step takes."
     )
     drafter: PluginChoice | None = _option(
-        None, "Drafter: tokens that the model verifies in one step, speculative decoding."
+        None,
+        "Drafter: which tokens the model verifies in one step of speculative decoding.",
     )
     max_tokens: int = _option(CAPS.max_tokens, "Largest number of tokens in a step.")
     max_seqs: int = _option(CAPS.max_seqs, "Largest number of sequences in a step.")
     steps: Literal["mixed", "prefill-first"] = _option(
-        CAPS.steps, "Steps that prefill and decode together, or prefill before they decode."
+        CAPS.steps,
+        "Steps that prefill and decode together (mixed), or steps that decode only when no "
+        "prompt is left to prefill (prefill-first).",
     )
     chunked: bool = _option(CAPS.chunked, "Prefill a long prompt over several steps.")
     watermark: float = _option(
@@ -234,15 +237,16 @@ class RunOptions:
     like: str | None = _option(
         None,
         f"Engine whose rules are the defaults of all other options: {', '.join(LIKENESSES)}; "
-        "--show prints them.",
+        "`kvcore simulate --like ENGINE --show` prints them.",
     )
     unchunked: Literal["alone", "wait"] = _option(
         CAPS.unchunked,
-        "Unchunked prompt that is too long for the rest of a step: computed alone in one, or "
-        "it has to wait for a step with room for it.",
+        "Treatment of a prompt that is not chunked and too long for the rest of a step: it is "
+        "the only prefill of a step, or waits for a step with room for it.",
     )
     max_chunk: int | None = _option(
-        None, "Largest number of prompt tokens of one sequence in a step, beside others."
+        None,
+        "Largest number of prompt tokens of one sequence in a step that others share.",
     )
     reserve: Literal["prompt", "chunk", "first-chunk"] = _option(
         CAPS.reserve,
@@ -250,7 +254,8 @@ class RunOptions:
         "whole has to be free; or of its first chunk alone.",
     )
     commit: Literal["computed", "scheduled"] = _option(
-        CAPS.commit, "When blocks can be hit: computed, or as soon as they are scheduled."
+        CAPS.commit,
+        "Moment from which a block can be hit: when it is computed, or when it is scheduled.",
     )
     generated: Literal["keyed", "cached"] = _option(
         CAPS.generated,
@@ -261,30 +266,33 @@ class RunOptions:
     )
     ties: Literal["last", "first"] = _option(
         CAPS.ties,
-        "Sequence that is preempted, of those last in order: of equal priority the one "
-        "admitted last, or of equal priority and arrival the one admitted first.",
+        "Sequence to preempt where several are last in the scheduler's order: of those with "
+        "equal priority the one admitted last, or of those with equal priority and arrival the "
+        "one admitted first.",
     )
     lag: int = _option(
         CAPS.lag,
-        "Steps between a plan and what it knows: 1 under asynchronous scheduling, where a "
-        "step is planned while the one before it runs.",
+        "Number of steps by which the results that a plan knows are late: 1 under asynchronous "
+        "scheduling, where a step is planned while the one before it runs.",
     )
     null_block: bool = _option(
         CAPS.null_block,
-        "Leave a block of the pool unused, and round the watermark down, of all blocks.",
+        "Leave one block of the pool unused, as vLLM does, and round the watermark down.",
     )
     max_model_len: int | None = _option(
-        None, "Largest number of tokens of a sequence, at which its text ends."
+        None,
+        "Largest number of tokens of a sequence: a longer prompt is rejected, and the output "
+        "ends there.",
     )
     new_token_ratio: float | None = _option(
         None,
-        "Share of what running sequences will generate that an admission leaves room for, at "
-        "first; it falls as they decode.",
+        "Share of the tokens that running sequences have still to generate for which an "
+        "admission leaves room, at first; it falls as they decode.",
     )
     preempts: Literal["last", "shortest"] = _option(
         CAPS.preempts,
-        "Sequence that loses its blocks: the last in order, or of those that decode the one "
-        "with the fewest generated tokens.",
+        "Sequence to preempt when decoding finds no block: the last in the scheduler's order, "
+        "or of those that decode the one with the fewest generated tokens.",
     )
     rate_scale: float = _option(1.0, "Factor on the rate at which recorded requests arrive.")
     slo: SLOChoice = _option(
@@ -297,8 +305,9 @@ class RunOptions:
     )
     view: str = _option(
         "index",
-        "What the router knows of caches: its own index of what it sent where, the events of "
-        "the servers (events:delay=50ms), or all (exact).",
+        "Source of the router's knowledge of caches: its own index of the prompts that it sent "
+        "to each server (index), the KV events of the servers (events:delay=50ms), or their "
+        "exact contents (exact).",
     )
     fail: FailureChoices = _option(
         (), "Server that fails, such as replica=3,at=600,for=120, in seconds."
@@ -306,7 +315,7 @@ class RunOptions:
     autoscale: str | None = _option(
         None,
         "Planner that starts and stops servers, such as throughput:interval=60,least=2, or "
-        "load; --replicas is the most that there can be.",
+        "load; --replicas is the largest number of servers.",
     )
     disaggregate: str | None = _option(
         None,
@@ -321,7 +330,9 @@ class RunOptions:
         Spec("lru"), "Eviction policy: which cached blocks leave a full pool."
     )
     allocation: Literal["paged", "contiguous"] = _option(
-        "paged", "Allocate K/V in blocks, or beside that in one piece a request."
+        "paged",
+        "Memory of a request's K/V: blocks as they are needed (paged), or one piece for the "
+        "longest output, reported beside a paged run (contiguous).",
     )
     generator: PluginChoice = _option(
         Spec("transformer"), "Generator: the model that computes K/V and next tokens."
@@ -336,7 +347,7 @@ class RunOptions:
         "model", "Time a step by the latency model, or by the wall clock."
     )
     limit: Natural | None = _option(
-        None, "Number of first requests of the workload to take; 0 takes all."
+        None, "Largest number of requests to take, the first ones; 0 takes all."
     )
     window: WindowChoice | None = _option(
         None,

@@ -30,20 +30,20 @@ from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_NS
 
 FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
-"""How a request ends."""
+"""The ways in which a request ends."""
 
 GONE = "its client has gone"
 
 
 @attrs.frozen
 class Tokens:
-    """Tokens of a request that have come, or its end.
+    """New tokens of a request, or its end.
 
     Attributes:
         ids: the new token ids.
-        end: how it has ended; None: more come.
-        reason: why, where that needs words.
-        hit: prompt tokens that hit.
+        end: the way in which the request has ended; None: it goes on.
+        reason: the reason of an end that is no FINISHED; None where there is none.
+        hit: number of prompt tokens that hit.
     """
 
     ids: Sequence[int] = ()
@@ -53,11 +53,11 @@ class Tokens:
 
 
 Listener = Callable[[Tokens], None]
-"""Called on the engine's thread with what comes of a request."""
+"""Called on the engine's thread with each part of a request's output, and with its end."""
 
 
 class LiveInbox(Arrivals):
-    """Requests that come while the loop runs. `put` and `leave` may be called by any thread."""
+    """Requests that arrive while the loop runs; any thread may add, cancel and close."""
 
     def __init__(self, on_ended: Callable[[Request, int], None]) -> None:
         super().__init__(())
@@ -75,38 +75,38 @@ class LiveInbox(Arrivals):
             self.changed.notify()
 
     def leave(self, request: int | str) -> None:
-        """Called when the client of a request has gone."""
+        """Record that the client of a request has disconnected."""
         with self.changed:
             self.left.add(request)
             self.changed.notify()
 
     def close(self) -> None:
-        """End the loop when it has nothing left to do."""
+        """End the loop once all requests have ended."""
         with self.changed:
             self.closing = True
             self.changed.notify()
 
     def take(self) -> tuple[int, Request]:
-        """Remove and return the next request; its time is 0, which stands for now."""
+        """Remove and return the next request, with the time 0, which stands for now."""
         with self.changed:
             request = self._coming.popleft()
             self.next_at = 0 if self._coming else NEVER
         return 0, request
 
     def ended(self, request: Request, now: int) -> None:
-        """Called when a request has ended; passes that on to its listener."""
+        """Called when a request has ended, in any way."""
         self._on_ended(request, now)
 
 
 class Tally(RunLog):
-    """Counts of a server that never ends: no row a request.
+    """The log of a server that never ends: counts in place of a row for each request.
 
     Attributes:
-        requests: those that have ended, by how.
-        prompt_tokens, output_tokens, hit_tokens: of those that have finished.
-        ttft_ns, e2e_ns: sums of their times.
-        why: the last one was rejected.
-        cancelled: the last one whose client has gone.
+        requests: numbers of ended requests, by the way in which they ended.
+        prompt_tokens, output_tokens, hit_tokens: sums over finished requests.
+        ttft_ns, e2e_ns: sums of the times of finished requests.
+        why: reason of the last rejection.
+        cancelled: id of the last request that was aborted for its client.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -130,7 +130,7 @@ class Tally(RunLog):
         self.e2e_ns += now - job.arrival
 
     def rejected(self, job: Job, why: str) -> None:
-        """Count a request that could not be served."""
+        """Count a request that was rejected, or aborted for its client."""
         self.why = why
         how = CANCELLED if job.request.id == self.cancelled else REJECTED
         self.requests[how] += 1
@@ -141,10 +141,10 @@ class OpenRequest:
     """A request between its arrival and its end.
 
     Attributes:
-        job: its job.
-        listener: called with what comes of it.
-        sent: output tokens that were told.
-        ended: whether it has ended, which is told after its last tokens.
+        job: the job of the request.
+        listener: called with its output.
+        sent: number of output tokens that the listener has got.
+        ended: whether the request has ended; the listener gets that after the last tokens.
     """
 
     job: Job
@@ -154,16 +154,16 @@ class OpenRequest:
 
 
 class LiveLoop(ServingLoop):
-    """The serving loop by the clock on the wall, with clients that come and go.
+    """The serving loop by the wall clock, with clients that connect and disconnect.
 
     Args:
         cache, scheduler, executor, batching: as for `ServingLoop`.
-        stored: hears which blocks are stored and leave; None: nobody wants to know.
+        stored: publisher of stored and removed blocks; None: they are not published.
 
     Attributes:
-        inbox: where requests are put.
-        open: those that have arrived and not ended, by id.
-        listeners: of requests that are put into the inbox, by id; set before.
+        inbox: the queue of new requests.
+        open: requests that have arrived and not ended, by id.
+        listeners: listeners of requests in the inbox, by id; set before the request is put.
     """
 
     log: Tally
@@ -191,7 +191,7 @@ class LiveLoop(ServingLoop):
         self._began_ns = perf_counter_ns()
 
     def begin(self) -> bool:
-        """Advance the clock, drop requests whose clients have gone, and plan a step."""
+        """Advance the clock, abort requests of disconnected clients, and plan a step."""
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
         if self.inbox.left or self._leaving:
@@ -199,7 +199,7 @@ class LiveLoop(ServingLoop):
         return super().begin()
 
     def end(self) -> None:
-        """Run a step, and pass on its tokens."""
+        """Run a step, and pass its tokens to the listeners."""
         super().end()
         self._tensors.measured.clear()
         streams = self._tensors.streams
@@ -238,7 +238,7 @@ class LiveLoop(ServingLoop):
         super()._name(named, now)
 
     def _wait(self) -> bool:
-        """Wait until a request comes, or a load or timer is due; return False at the end."""
+        """Wait until a request arrives, or a load or timer is due; return False at the end."""
         batcher, inbox = self.batcher, self.inbox
         due = [heap[0][0] for heap in (batcher.timers, batcher.loads) if heap]
         now = self.clock_ps // PS_PER_NS
@@ -259,9 +259,10 @@ class LiveLoop(ServingLoop):
             self._stored.closed(request)
 
     def _let_go(self) -> None:
-        """Abort the requests whose clients have gone.
+        """Abort the requests of disconnected clients.
 
-        One that waits for a transfer, or for its blocks after a preemption, is left until then.
+        A request that waits for a transfer, or for its blocks after a preemption, is aborted
+        when it runs again.
         """
         inbox = self.inbox
         with inbox.changed:
@@ -269,14 +270,14 @@ class LiveLoop(ServingLoop):
         self._leaving = set()
         for name in left:
             each = self.open.get(name)
-            # One that is not open is in the inbox, or has ended.
+            # A request that is not open is in the inbox, or has ended.
             if each is not None and self._abort(each):
                 continue
             if each is not None or name in self.listeners:
                 self._leaving.add(name)
 
     def _abort(self, each: OpenRequest) -> bool:
-        """End a request before its time; return False if that has to wait until it runs."""
+        """Abort a request; return False if it cannot be aborted before it runs again."""
         name = each.job.request.id
         self.log.cancelled = name
         if not self.abort(each.job, GONE):
@@ -288,11 +289,14 @@ class LiveLoop(ServingLoop):
 
 
 class LiveEngine:
-    """A thread that serves, and what one asks it.
+    """The thread that runs the loop.
 
     Args:
         loop: the loop.
-        on_failure: called on the engine's thread with an error that has ended it.
+        on_failure: called on the engine's thread with an error that has ended the loop.
+
+    Attributes:
+        failure: that error; None if there is none.
     """
 
     def __init__(self, loop: LiveLoop, on_failure: Callable[[BaseException], None]) -> None:
@@ -302,7 +306,7 @@ class LiveEngine:
         self._thread = threading.Thread(target=self._run, name="kvcore-engine", daemon=True)
 
     def start(self) -> None:
-        """Start serving."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener) -> None:
@@ -313,11 +317,11 @@ class LiveEngine:
             listener(Tokens(end=FAILED, reason=str(self.failure)))
 
     def cancel(self, request: int | str) -> None:
-        """Cancel a request whose client has gone."""
+        """Cancel a request of a client that has disconnected."""
         self.loop.inbox.leave(request)
 
     def close(self) -> None:
-        """Stop when all requests have ended, and wait for that."""
+        """Wait until all requests have ended and the thread has stopped."""
         self.loop.inbox.close()
         self._thread.join()
 
@@ -325,7 +329,7 @@ class LiveEngine:
         loop = self.loop
         try:
             loop.run()
-        except BaseException as error:  # noqa: BLE001 - it would be lost with the thread
+        except BaseException as error:  # noqa: BLE001 - a thread would drop it
             self.failure = error
             ended = Tokens(end=FAILED, reason=str(error))
             for listener in (

@@ -1,4 +1,4 @@
-"""The servers behind the proxy: which are up, what each has in flight, where a request goes."""
+"""The servers behind the proxy: their health, their load, and the choice of one."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ _USAGE = re.compile(
 )
 
 MOST_BLOCKS = 1 << 20
-"""Entries of the router's own index, unless it is told: some 300 MB."""
+"""Entries of the router's own index, if no option gives another number: some 300 MB."""
 
 MOST_METRICS = 4 << 20
 """Bytes of the metrics of a server that are read."""
 
 
-class _Told:
+class _ReportedBlocks:
     """Keys of the blocks that one server has reported so far.
 
-    A block's key is that of its tokens and its parent, whatever hash its server gives it. Those
-    of adapters, images or salts are left out: the tokens of a prompt do not tell of them.
+    The key of a block is computed from its tokens and its parent, whatever hash its server
+    gives it. Blocks of adapters, images or salts are left out: their tokens alone do not name
+    their content.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -70,7 +71,7 @@ class _Told:
         return keys
 
     def removed(self) -> list[bytes]:
-        """Return the keys of all blocks that it does not have any more. O(all blocks)."""
+        """Return the keys of all blocks that the server no longer has. O(all blocks)."""
         return self.gone(list(self._keys))
 
     def gone(self, hashes: Sequence[Hash]) -> list[bytes]:
@@ -81,14 +82,14 @@ class _Told:
 
 
 class FollowedEvents(EventsView):
-    """Follows the events of the servers, for prompts whose tokens are known.
+    """View of caches from the KV events of the servers, for prompts with known tokens.
 
-    Memory grows with the blocks that they have.
+    Memory grows with the number of blocks in the servers' caches.
 
     Args:
-        servers: that publish, by the number of their replica.
-        block_size: tokens in a block of each, and of a key of the requests.
-        clock: returns the time, ns.
+        servers: servers that publish, by the number of their replica.
+        block_size: number of tokens in a block of each server, and in a key of the requests.
+        clock: returns the time in ns.
     """
 
     def __init__(
@@ -97,20 +98,20 @@ class FollowedEvents(EventsView):
         super().__init__()
         self._block_size, self._clock = block_size, clock
         self._servers = servers
-        self._lives = [_Told(block_size) for _ in servers]
+        self._lives = [_ReportedBlocks(block_size) for _ in servers]
         self._subscribers: list[Subscriber] = []
         self._threads: list[Thread] = []
 
     def lost(self, replica: int, now: int) -> None:
-        """Remove what a replica held: the replica reports anew what it stores."""
+        """Remove all blocks of a replica, which reports them again when it stores them."""
         super().lost(replica, now)
-        self._lives[replica] = _Told(self._block_size)
+        self._lives[replica] = _ReportedBlocks(self._block_size)
 
     def start(self) -> None:
-        """Follow the events, in a thread for each server; the running loop applies them.
+        """Follow the events in a thread for each server; the running loop applies them.
 
         Raises:
-            InputError: an address that cannot be connected to.
+            InputError: an address is invalid.
             PluginError: pyzmq is not installed.
         """
         loop = asyncio.get_running_loop()
@@ -121,7 +122,7 @@ class FollowedEvents(EventsView):
             thread.start()
 
     async def stop(self) -> None:
-        """Disconnect."""
+        """Disconnect from all servers."""
         for subscriber in self._subscribers:
             subscriber.stop()
         for thread in self._threads:
@@ -135,44 +136,44 @@ class FollowedEvents(EventsView):
 
     async def _apply(self, number: int, item: StreamItem) -> None:
         """Apply the next item of a server's stream."""
-        told, now = self._lives[number], self._clock()
-        restarts = told.tracker.restarts
+        life, now = self._lives[number], self._clock()
+        restarts = life.tracker.restarts
         if isinstance(item, Restart):
-            told.tracker.restart(item.rank)
+            life.tracker.restart(item.rank)
         elif isinstance(item, Gap):
-            told.tracker.record_gap(item.rank, item.first, item.batches)
+            life.tracker.record_gap(item.rank, item.first, item.batches)
         elif isinstance(item, Delivery):
             try:
                 batch = decode(item.payload)
             except DecodeError:
                 return
-            if told.tracker.apply(batch, item.sequence, item.rank):
+            if life.tracker.apply(batch, item.sequence, item.rank):
                 for event in batch.events:
                     self._take(number, event, now)
-        if told.tracker.restarts > restarts:
-            self.removed(number, told.removed(), now)
+        if life.tracker.restarts > restarts:
+            self.removed(number, life.removed(), now)
         self.catch_up(now)
 
     def _take(self, number: int, event: Event, now: int) -> None:
-        told = self._lives[number]
+        life = self._lives[number]
         if isinstance(event, BlockStored):
-            self.stored(number, told.stored(event), now)
+            self.stored(number, life.stored(event), now)
         elif isinstance(event, BlockRemoved):
-            self.removed(number, told.gone(event.hashes), now)
+            self.removed(number, life.gone(event.hashes), now)
         else:
-            self.removed(number, told.removed(), now)
+            self.removed(number, life.removed(), now)
 
 
 @attrs.define(eq=False)
 class LiveServer:
-    """A server at work.
+    """A server behind the proxy, and its state.
 
     Attributes:
-        options: what was said of it.
-        replica: what the router sees of it.
-        usage: share of its blocks in use, as its metrics say.
-        failures: in a row.
-        attempts: what it has in flight.
+        options: the options of the server.
+        replica: the replica that the router sees.
+        usage: share of its blocks in use, from its metrics.
+        failures: number of failures in a row.
+        attempts: its requests in flight.
     """
 
     options: Upstream
@@ -189,13 +190,13 @@ class LiveServer:
 
 @attrs.define(eq=False)
 class Attempt:
-    """A request at a server.
+    """A request that was sent to a server.
 
     Attributes:
         flight: the request.
-        server: where it is.
-        deadline: the wait for its first byte, as long as that goes on.
-        open: whether it counts as in flight.
+        server: the server.
+        deadline: time-out of the first byte of the answer; None once that has come.
+        open: whether the attempt counts as in flight.
     """
 
     flight: Flight
@@ -205,13 +206,13 @@ class Attempt:
 
 
 class Fleet:
-    """Sends requests where the router says, and watches over the servers.
+    """Sends requests to the servers that the router picks, and checks the servers' health.
 
     Args:
         config: the options.
 
     Raises:
-        InputError, PluginError: a router or a view that cannot be had.
+        InputError, PluginError: the router or the view cannot be built.
     """
 
     def __init__(self, config: RouteConfig) -> None:
@@ -236,11 +237,11 @@ class Fleet:
             )
 
     def now(self) -> int:
-        """Return the time since the start, ns."""
+        """Return the time since the start in ns."""
         return monotonic_ns() - self._began
 
     async def watch(self, session: ClientSession) -> None:
-        """Check all servers from time to time, until cancelled."""
+        """Check all servers at the interval of the options, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for server in self.servers:
                 tasks.create_task(self._watch(server, session))
@@ -264,7 +265,7 @@ class Fleet:
                         found = _USAGE.search(await answer.content.read(MOST_METRICS))
                         usage = float(found[1]) if found else 0.0
                         server.usage = usage if 0 <= usage <= 1 else 0.0
-        except Exception:  # noqa: BLE001 - whatever a server does is its own fault
+        except Exception:  # noqa: BLE001 - any error is the server's
             healthy = False
         if healthy:
             server.failures = 0
@@ -272,13 +273,13 @@ class Fleet:
             self.failed(server)
 
     def failed(self, server: LiveServer) -> None:
-        """Count a failure of a server, which is down after some in a row."""
+        """Count a failure of a server, which is down after `failures` of them in a row."""
         server.failures += 1
         if server.replica.up and server.failures >= self._config.failures:
             self._leave(server)
 
     def begin(self, flight: Flight) -> None:
-        """Expect the end of a request that has arrived."""
+        """Record the arrival of a request."""
         if self.log is not None:
             self.log.begin(flight)
 
@@ -287,7 +288,7 @@ class Fleet:
         self._write(lambda log: log.end(flight))
 
     def _write(self, write: Callable[[TrafficLog], None]) -> None:
-        """Write to the trace; a disk that is full ends the trace, not the traffic."""
+        """Write to the trace; on errors, such as a full disk, the proxy goes on without it."""
         if self.log is not None:
             try:
                 write(self.log)
@@ -296,7 +297,7 @@ class Fleet:
                 warn(f"{error}; the proxy goes on without a trace")
 
     def send(self, flight: Flight, tried: Collection[int] = ()) -> Attempt | None:
-        """Return an attempt at the server that the router picks; None: there is none.
+        """Return an attempt at the server that the router picks; None if no server is left.
 
         Raises:
             PolicyError: the router failed.
@@ -325,17 +326,17 @@ class Fleet:
             self.dispatcher.first_token(flight.request, server.replica, now)
 
     def end(self, attempt: Attempt) -> None:
-        """Count an attempt that is over; a second call does nothing."""
+        """Count an attempt that has ended; a second call does nothing."""
         if attempt.open:
             attempt.open = False
             server = attempt.server
             server.attempts.discard(attempt)
             self.metrics.in_flight.labels(server.options.name).dec()
-            with _told():
+            with _router_warnings():
                 self.dispatcher.ended(attempt.flight.request, server.replica, self.now())
 
     async def start(self, session: ClientSession) -> None:
-        """Find out which servers are up, and follow their events."""
+        """Check which servers are up, and follow their events."""
         if isinstance(self._view, FollowedEvents):
             self._view.start()
         for server in self.servers:
@@ -367,7 +368,7 @@ class Fleet:
     def _join(self, server: LiveServer) -> None:
         warn(f"{server.options.name} is up")
         self.metrics.up.labels(server.options.name).set(1)
-        with _told():
+        with _router_warnings():
             self.dispatcher.joined(server.replica, self.now())
 
     def _leave(self, server: LiveServer) -> None:
@@ -376,9 +377,9 @@ class Fleet:
         for attempt in list(server.attempts):
             self.end(attempt)
             if attempt.deadline is not None and not attempt.deadline.expired():
-                # Nothing has come of it: it is sent elsewhere at once.
+                # No byte has arrived: the request goes to another server at once.
                 attempt.deadline.reschedule(asyncio.get_running_loop().time())
-        with _told():
+        with _router_warnings():
             self.dispatcher.left(server.replica, self.now())
 
 
@@ -407,8 +408,8 @@ def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Print a router's error instead of raising it, where the router answers nothing."""
+def _router_warnings() -> Iterator[None]:
+    """Print errors of the router in calls without a result, in place of raising them."""
     try:
         yield
     except PolicyError as error:
@@ -416,6 +417,6 @@ def _told() -> Iterator[None]:
 
 
 def warn(sentence: str) -> None:
-    """Print a sentence on stderr; ignore that it is closed."""
+    """Print a sentence on stderr; do nothing if stderr is closed."""
     with suppress(OSError):
         sys.stderr.write(f"kvcore: {sentence}\n")

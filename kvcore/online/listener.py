@@ -1,9 +1,10 @@
-"""What a server and a proxy share: an API over HTTP, listened for within limits."""
+"""HTTP of the server and the proxy: a listener with limits, and errors as in OpenAI's API."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -22,21 +23,24 @@ if TYPE_CHECKING:
     Refuse = Callable[[int, str, str | None], web.Response]
 
 BAD, TOO_SLOW, TOO_LARGE, NOT_JSON, FAILED, NO_SERVER = 400, 408, 413, 415, 500, 503
-"""Statuses of answers to what cannot be served."""
+"""HTTP statuses of answers that refuse a request."""
+
+METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+"""Headers of metrics in Prometheus' text format."""
 
 MOST_HEADERS = 64
 LONGEST_HEADER = 8_190
 
 LINGERING_SECONDS = 2.0
-"""For the rest of a request that was answered before it was read."""
+"""Seconds to read the rest of a request that was answered before its end."""
 
 
 class ApiError(Exception):
-    """A request that is refused.
+    """Raised by a handler to refuse a request.
 
     Attributes:
-        status: of the answer.
-        param: the field that is wrong.
+        status: HTTP status of the answer.
+        param: name of the wrong field; None if no field is wrong.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -49,16 +53,17 @@ class Listener:
 
     Args:
         routes: the handlers, by method and path: `POST /v1/completions`.
-        needed: what needs aiohttp, as an error begins: `a server`.
-        refuse: makes the answer to what is refused, as `refusal` does; None: that.
-        host, port: where to listen; port 0 takes a free one.
-        body: bytes of a request at most.
-        connections: at a time; more are closed as they are made.
-        client_timeout: seconds in which a client sends its headers, and between two requests.
-        shutdown_timeout: seconds that requests in flight are given at the end.
+        needed: the beginning of the error if aiohttp is missing, such as `a server`.
+        refuse: returns the answer to a refused request; None: `refusal`.
+        host, port: address to listen at; port 0 takes a free one.
+        body: largest size of a request in bytes.
+        connections: largest number of open connections; further ones are closed at once.
+        client_timeout: seconds in which a client sends its headers, and seconds between two
+            requests of a connection.
+        shutdown_timeout: seconds that requests in flight may take when the listener stops.
 
     Attributes:
-        url: where it listens, once it is started.
+        url: URL of the listener, once it is started.
 
     Raises:
         PluginError: aiohttp is not installed.
@@ -105,10 +110,10 @@ class Listener:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            InputError: the address cannot be listened at.
+            InputError: the address is invalid, or in use.
         """
         await self._runner.setup()
         host, port = self._address
@@ -116,27 +121,28 @@ class Listener:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(self._accept, host, port)
         except (OSError, OverflowError) as error:  # a port above 65535 overflows
-            why = getattr(error, "strerror", None) or error
+            number = getattr(error, "errno", None) or 0  # of a name server below 0
+            why = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             msg = f"port {port} of {host}: {why}"
             raise InputError(msg) from error
         host, port, *_ = self._server.sockets[0].getsockname()
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def stop(self) -> None:
-        """Listen no more, and wait for requests in flight."""
+        """Stop listening, and wait for requests in flight."""
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
 
     def json(self, document: Any, status: int = 200) -> web.Response:
-        """Return an answer that is JSON."""
+        """Return `document` as an answer in JSON."""
         answer: web.Response = self._web.Response(
             body=orjson.dumps(document), status=status, content_type="application/json"
         )
         return answer
 
     def refusal(self, status: int, message: str, param: str | None = None) -> web.Response:
-        """Return an error as OpenAI's API has them; after some the connection ends."""
+        """Return the answer to a refused request; TOO_SLOW and TOO_LARGE end the connection."""
         answer: web.Response = self._web.Response(
             body=error_body(status, message, param),
             status=status,
@@ -149,10 +155,10 @@ class Listener:
         return answer
 
     async def read(self, http: web.Request, seconds: float) -> bytes:
-        """Return the body of a request, which must be JSON and come in time.
+        """Return the body of a request.
 
         Raises:
-            ApiError: it is of another type, or comes too slowly.
+            ApiError: the body is not of type JSON, or takes longer than `seconds`.
         """
         # The forms of web pages are of other types: none can post here unasked.
         if http.content_type != "application/json":
@@ -164,7 +170,7 @@ class Listener:
             raise ApiError(TOO_SLOW, "the request came too slowly") from None
 
     def _accept(self) -> asyncio.BaseProtocol:
-        """Return what serves a connection, or closes it if there are too many."""
+        """Return the protocol of a new connection, which closes it if there are too many."""
         server = self._runner.server
         if len(server.connections) >= self._connections:
             return _Refusal()
@@ -172,7 +178,7 @@ class Listener:
         return protocol
 
     async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the answer to a request, also where the handler refuses it."""
+        """Return the answer to a request, or to its refusal by the handler."""
         try:
             return await handler(http)
         except ApiError as error:
@@ -185,7 +191,7 @@ class Listener:
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """Return an error as OpenAI's API has them."""
+    """Return the body of an error in the form of OpenAI's API."""
     kind = "server_error" if status >= FAILED else "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": status}
     return orjson.dumps({"error": error})
@@ -201,7 +207,7 @@ class _Refusal(asyncio.Protocol):
 
 
 def _logger(malformed: type[Exception]) -> logging.Logger:
-    """Return what prints errors of handlers, and none of malformed requests."""
+    """Return a logger that prints the errors of handlers, but not of malformed requests."""
     logger = logging.Logger("kvcore.online")  # noqa: LOG001 - each listener has its own
     logger.addFilter(
         lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
@@ -210,16 +216,16 @@ def _logger(malformed: type[Exception]) -> logging.Logger:
 
 
 @contextmanager
-def until_told() -> Iterator[asyncio.Event]:
+def signalled() -> Iterator[asyncio.Event]:
     """Yield an event that Ctrl-C and SIGTERM set; after the body, they end the process."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
         numbers = ()  # type: ignore[assignment]  # signals come to the main thread alone
     for number in numbers:
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, event.set)
     try:
-        yield told
+        yield event
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

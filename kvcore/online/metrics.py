@@ -1,96 +1,63 @@
-"""The metrics of a server, named as vLLM names its own where it has them."""
+"""The metrics of a server, under the names of vLLM's metrics where vLLM has the same."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from kvcore.cache import KVCache
 from kvcore.online.engine import LiveLoop
 from kvcore.online.stored import StoredBlocks
 from kvcore.units import NS_PER_S
 
+GAUGE, COUNTER = "gauge", "counter"
+
 
 def server_metrics(
     loop: LiveLoop, cache: KVCache, model: str, stored: StoredBlocks | None
 ) -> str:
     """Return the metrics in Prometheus' text format. Read while the engine runs: O(1)."""
-    log, batcher = loop.log, loop.batcher
-    blocks, stats = cache.pool.blocks, cache.stats
-    label = f'{{model_name="{_quoted(model)}"}}'
-    lines: list[str] = []
-
-    def add(name: str, kind: str, text: str, *samples: tuple[str, float]) -> None:
-        lines.append(f"# HELP {name} {text}")
-        lines.append(f"# TYPE {name} {kind}")
-        lines.extend(f"{name}{labels} {value}" for labels, value in samples)
-
-    add(
-        "vllm:num_requests_running",
-        "gauge",
-        "Requests that run.",
-        (label, len(batcher.running)),
-    )
-    add(
-        "vllm:num_requests_waiting",
-        "gauge",
-        "Requests that wait.",
-        (label, len(batcher.waiting)),
-    )
+    log, batcher, stats = loop.log, loop.batcher, cache.stats
+    blocks = cache.pool.blocks
     used = (blocks - cache.available_blocks) / blocks
-    add("vllm:kv_cache_usage_perc", "gauge", "Share of the blocks in use.", (label, used))
-    add(
-        "vllm:prefix_cache_queries_total",
-        "counter",
-        "Prompt tokens that were looked up.",
-        (label, stats.lookup_tokens),
-    )
-    add(
-        "vllm:prefix_cache_hits_total",
-        "counter",
-        "Prompt tokens that hit.",
-        (label, stats.hit_tokens),
-    )
-    add(
-        "kvcore:requests_total",
-        "counter",
-        "Requests that have ended, by how.",
-        *(
-            (f'{{model_name="{_quoted(model)}",end="{end}"}}', number)
-            for end, number in log.requests.items()
-        ),
-    )
-    add(
-        "vllm:prompt_tokens_total",
-        "counter",
-        "Prompt tokens served.",
-        (label, log.prompt_tokens),
-    )
-    add(
-        "vllm:generation_tokens_total",
-        "counter",
-        "Tokens generated.",
-        (label, log.output_tokens),
-    )
-    add(
-        "kvcore:ttft_seconds_total",
-        "counter",
-        "Times to first token of finished requests, in sum.",
-        (label, log.ttft_ns / NS_PER_S),
-    )
-    add(
-        "kvcore:request_seconds_total",
-        "counter",
-        "Times from arrival to end of finished requests, in sum.",
-        (label, log.e2e_ns / NS_PER_S),
-    )
     dropped = 0 if stored is None else stored.dropped
-    add(
-        "kvcore:kv_events_dropped_total",
-        "counter",
-        "KV events not published.",
-        (label, dropped),
-    )
+    name = f'model_name="{_quoted(model)}"'
+    ends = {f'{name},end="{end}"': number for end, number in log.requests.items()}
+    families: list[tuple[str, str, str, float | Mapping[str, float]]] = [
+        ("vllm:num_requests_running", GAUGE, "Running requests.", len(batcher.running)),
+        ("vllm:num_requests_waiting", GAUGE, "Waiting requests.", len(batcher.waiting)),
+        ("vllm:kv_cache_usage_perc", GAUGE, "Share of the blocks in use.", used),
+        (
+            "vllm:prefix_cache_queries_total",
+            COUNTER,
+            "Prompt tokens that were looked up.",
+            stats.lookup_tokens,
+        ),
+        ("vllm:prefix_cache_hits_total", COUNTER, "Prompt tokens that hit.", stats.hit_tokens),
+        ("kvcore:requests_total", COUNTER, "Requests by how they ended.", ends),
+        ("vllm:prompt_tokens_total", COUNTER, "Prompt tokens served.", log.prompt_tokens),
+        ("vllm:generation_tokens_total", COUNTER, "Tokens generated.", log.output_tokens),
+        (
+            "kvcore:ttft_seconds_total",
+            COUNTER,
+            "Sum of the times to first token of finished requests.",
+            log.ttft_ns / NS_PER_S,
+        ),
+        (
+            "kvcore:request_seconds_total",
+            COUNTER,
+            "Sum of the times from arrival to end of finished requests.",
+            log.e2e_ns / NS_PER_S,
+        ),
+        ("kvcore:kv_events_dropped_total", COUNTER, "KV events not published.", dropped),
+    ]
+    lines = []
+    for family, kind, text, value in families:
+        lines += [f"# HELP {family} {text}", f"# TYPE {family} {kind}"]
+        samples = value if isinstance(value, Mapping) else {name: value}
+        lines += [f"{family}{{{labels}}} {number}" for labels, number in samples.items()]
     return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:
-    """Return a text as the value of a label."""
+    """Return a text with the characters escaped that may not stand in the value of a label."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""What the proxy knows of a request: the call of a client, and the `Request` of the router."""
+"""Calls of clients, and the requests that the router gets for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvcore.errors import InputError
 from kvcore.request import Request, TextRequest, block_keys, chain_keys
 
 MOST_KEYS = 8_192
-"""Blocks of a prompt that are looked at: a longer one has the keys of its beginning."""
+"""Largest number of blocks that get a key: a longer prompt has keys of its beginning."""
 
 MOST_TEXT = 128
-"""Characters of the name of a session."""
+"""Largest number of characters of a session's name."""
 
 ASKED_OUTPUT = 16
-"""Tokens that a completion has if neither its client nor its server says how many."""
+"""Output tokens of a completion if neither its client nor its server gives a number."""
 
 
 @attrs.define(eq=False)
@@ -25,10 +25,10 @@ class Call:
     """A call of the API, as its client made it.
 
     Attributes:
-        path: of the API, such as `/v1/completions`.
-        raw, document: the body, as it came and as it was read.
-        stream: whether its answer is streamed.
-        counted: whether its client asked for the usage at the end of a stream.
+        path: path of the API, such as `/v1/completions`.
+        raw, document: the bytes of the body, and the JSON object in them.
+        stream: whether the answer is streamed.
+        counted: whether the client asks for the usage at the end of a stream.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Call:
         """Return the call of a request body.
 
         Raises:
-            InputError: it is no JSON object, or has no prompt.
+            InputError: the body is no JSON object, or has no prompt.
         """
         try:
             document = orjson.loads(body)
@@ -59,7 +59,7 @@ class Call:
         return cls(path, body, document, document.get("stream") is True, counted)
 
     def body(self, *, count: bool) -> bytes:
-        """Return the body for a server, which is asked to `count` the tokens of a stream."""
+        """Return the body for a server; with `count` it asks for the usage of a stream."""
         if self.counted or not (count and self.stream):
             return self.raw
         options = self.document.get("stream_options")
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def tokens(self) -> list[int] | None:
-        """The tokens of the prompt, where the client sent tokens."""
+        """The token ids of the prompt; None if the client sent text."""
         prompt = self.document.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
             return prompt
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def most_output(self) -> int:
-        """Tokens that the client asks for at most."""
+        """Largest number of output tokens that the client asks for."""
         for name in ("max_completion_tokens", "max_tokens"):
             if type(most := self.document.get(name)) is int and most > 0:
                 return min(most, 1 << 20)
@@ -99,14 +99,14 @@ class Call:
         key_tokens: int,
         key_chars: int,
     ) -> Request:
-        """Return the request that the router gets: nothing of it is in the future.
+        """Return the request that the router gets, without an output length.
 
         Args:
-            number: its id.
-            now: the time, ns.
-            session: that the client named in a header.
-            tokens: of the prompt; None: its blocks are those of the text.
-            key_tokens: tokens in a block.
+            number: id of the request.
+            now: time of arrival in ns.
+            session: name of the session in a header; None: that of the body, if any.
+            tokens: token ids of the prompt; None: its keys are those of its text.
+            key_tokens: number of tokens in a block.
             key_chars: bytes of text that stand for a block.
         """
         salt = self.document.get("cache_salt")
@@ -124,7 +124,7 @@ class Call:
         if tokens is not None:
             try:
                 keys = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
-            except InputError:  # a server may have other ids; it is to refuse them
+            except InputError:  # ids that only the server can refuse
                 tokens = None
             else:
                 return TextRequest(
@@ -138,7 +138,7 @@ class Call:
         return Request(prompt_tokens=length, keys=keys, salt=salt, **more)
 
     def _prompt(self) -> bytes:
-        """Return the prompt such that what two prompts have in common stands first."""
+        """Return the bytes of the prompt, in which common parts of two prompts come first."""
         if isinstance(prompt := self.document.get("prompt"), str):
             return prompt.encode()
         if prompt is not None:

@@ -14,7 +14,7 @@ import orjson
 
 from kvcore.extras import import_extra
 from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
-from kvcore.online.listener import NO_SERVER, Listener, error_body, until_told
+from kvcore.online.listener import METRICS_HEADERS, NO_SERVER, Listener, error_body, signalled
 from kvcore.online.prompts import Call
 from kvcore.online.route_config import RouteConfig
 from kvcore.online.traffic import Flight
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 PASSED_ON = ("authorization", "traceparent", "tracestate", "user-agent", "x-request-id")
-"""Headers of clients that servers get. All others end here, those of the connection too."""
+"""Headers of clients that are sent on to servers; all others are dropped."""
 
 PASSED_BACK = ("cache-control", "content-type", "retry-after", "x-request-id")
-"""Headers of servers that clients get."""
+"""Headers of servers that are sent on to clients."""
 
 ELSEWHERE = {429, 502, 503, 504}
-"""Statuses by which a server says that another one may do it."""
+"""Statuses after which a request is sent to another server."""
 
 MOST_EVENT = 4 << 20
 """Bytes of the longest event of a stream."""
 
 LARGE = 1 << 20
-"""Bytes that aiohttp wants in a file: it sends them in parts."""
+"""Bytes of a body from which on it is a file for aiohttp, which sends files in parts."""
 
 IDLE_SECONDS = 3.0
-"""After this a connection to a server is not used again: vLLM closes its own after five."""
+"""Seconds after which an idle connection to a server is closed: vLLM closes it after five."""
 
 GONE = 499
-"""The status that metrics have for a client that went away, as nginx has it."""
+"""Status in the metrics of requests whose client disconnected, as in nginx."""
 
 OK = 200
 
 
 class UnservedError(Exception):
-    """A server did not answer, or not with what can be passed on; the message says why.
+    """Raised if a server does not answer, or with an answer that cannot be passed on.
 
     Attributes:
-        failure: whether the server is to blame.
+        failure: whether it counts as a failure of the server.
     """
 
     def __init__(self, why: str, *, failure: bool = True) -> None:
@@ -63,12 +63,12 @@ class UnservedError(Exception):
 
 @attrs.define(eq=False)
 class Answer:
-    """An answer that has begun, or that is whole.
+    """The answer of a server: a whole one, or the beginning of a stream.
 
     Attributes:
-        response: of the server.
-        data: its first bytes, or all.
-        stream: whether more follow; None: it is whole.
+        response: the response of the server.
+        data: the first bytes of a stream, or all bytes of a whole answer.
+        stream: the events of a stream; None: the answer is whole.
     """
 
     response: ClientResponse
@@ -80,25 +80,29 @@ class EventStream:
     """The events of a streamed answer, which are passed on whole.
 
     Args:
-        flight: the request, whose lengths are counted.
-        counted: whether the client gets the usage at the end.
+        flight: the request; the stream counts its lengths.
+        counted: whether the client has asked for the usage at the end.
+
+    Attributes:
+        rest: the bytes after the last whole event.
+        cached: number of prompt tokens that the server reports as cached.
     """
 
     def __init__(self, flight: Flight, *, counted: bool) -> None:
         self._flight, self._counted = flight, counted
-        self._rest = b""
+        self.rest = b""
         self.cached = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Return what can be passed on with `data`, the next bytes.
+        """Return the events that are whole with `data`, the next bytes.
 
         Raises:
             UnservedError: an event is too long.
         """
-        data = self._rest + data
+        data = self.rest + data
         end = max((found.end() for found in _EVENT_ENDS(data)), default=0)
-        whole, self._rest = data[:end], data[end:]
-        if len(self._rest) > MOST_EVENT:
+        whole, self.rest = data[:end], data[end:]
+        if len(self.rest) > MOST_EVENT:
             msg = "an event of its stream is too long"
             raise UnservedError(msg)
         self._flight.output += whole.count(b'"choices":[{') + whole.count(b'"choices": [{')
@@ -107,12 +111,8 @@ class EventStream:
         events = whole.splitlines(keepends=True)
         return b"".join(line for line in _paired(events) if not self._take(line))
 
-    def rest(self) -> bytes:
-        """Return what follows the last whole event."""
-        return self._rest
-
     def _take(self, event: bytes) -> bool:
-        """Record the usage in an event; return True if the client has not asked for it."""
+        """Record the usage in an event; return True if the event is to be left out."""
         if not event.startswith(b"data:") or b'"usage"' not in event:
             return False
         try:
@@ -129,7 +129,7 @@ _EVENT_ENDS = re.compile(rb"\r?\n\r?\n").finditer
 
 
 def _paired(lines: list[bytes]) -> list[bytes]:
-    """Return lines with the empty ones that end their events."""
+    """Join each line to the empty lines after it, which end its event."""
     events: list[bytes] = []
     for line in lines:
         if not line.strip() and events:
@@ -140,7 +140,7 @@ def _paired(lines: list[bytes]) -> list[bytes]:
 
 
 def take_usage(flight: Flight, usage: dict[str, Any]) -> int:
-    """Record the lengths that a server has counted; return the cached prompt tokens."""
+    """Record the lengths that a server has counted; return its number of cached tokens."""
     prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
     if type(prompt) is int and prompt > 0:
         flight.prompt = prompt
@@ -161,7 +161,7 @@ class Proxy:
         url: where it listens, once it is started.
 
     Raises:
-        InputError, PluginError: options that cannot be, or packages that are missing.
+        InputError, PluginError: no router or view can be built, or a package is missing.
     """
 
     def __init__(self, config: RouteConfig) -> None:
@@ -191,10 +191,10 @@ class Proxy:
         self._closed = AsyncExitStack()
 
     async def start(self) -> None:
-        """Find out which servers are up, and listen. If that fails, nothing is left of it.
+        """Check which servers are up, and start to listen. On errors all is closed again.
 
         Raises:
-            InputError: the address, or that of events, cannot be had.
+            InputError: the address of the proxy or of KV events is invalid, or in use.
         """
         try:
             await self._start()
@@ -229,7 +229,7 @@ class Proxy:
         await self._closed.aclose()
 
     def _refusal(self, status: int, message: str, param: str | None = None) -> web.Response:
-        """Return an error as the API has them, which is counted."""
+        """Count a refused request, and return its answer."""
         self.fleet.metrics.requests.labels("", str(status)).inc()
         return self._listener.refusal(status, message, param)
 
@@ -238,23 +238,20 @@ class Proxy:
         del http
         up, of = len(self.fleet.dispatcher.up), len(self.fleet.servers)
         healthy = up > 0 and not self._closing
-        answer: web.Response = self._web.json_response(
-            {"status": "ok" if healthy else "unavailable", "up": up, "replicas": of},
-            status=OK if healthy else NO_SERVER,
-        )
-        return answer
+        status = "ok" if healthy else "unavailable"
+        document = {"status": status, "up": up, "replicas": of}
+        return self._listener.json(document, OK if healthy else NO_SERVER)
 
     async def _metrics(self, http: web.Request) -> web.Response:
         """Return the metrics."""
         del http
         answer: web.Response = self._web.Response(
-            body=self.fleet.metrics.text(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+            body=self.fleet.metrics.text(), headers=METRICS_HEADERS
         )
         return answer
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        """Pass on the models of the first server that tells."""
+        """Return the models of the first server that answers."""
         for replica in self.fleet.dispatcher.up:
             server = self.fleet.servers[replica.number]
             try:
@@ -275,8 +272,10 @@ class Proxy:
         return self._refusal(NO_SERVER, "no server is up")
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        """Serve a completion, unless there are too many."""
-        if self._busy >= self.config.concurrency or self._closing:
+        """Serve a completion; refuse it above the limit of requests in flight."""
+        if self._closing:
+            return self._refusal(NO_SERVER, "the proxy is ending")
+        if self._busy >= self.config.concurrency:
             return self._refusal(NO_SERVER, "the limit of requests in flight is reached")
         self._busy += 1
         try:
@@ -298,12 +297,12 @@ class Proxy:
             self._busy -= 1
 
     async def _read(self, http: web.Request) -> Call:
-        """Return the call of a client, which must send it in time."""
+        """Return the call that a client sends."""
         body = await self._listener.read(http, self.config.client_timeout)
         return Call.read(http.path, body)
 
     async def _tokenize(self, http: web.Request, call: Call) -> list[int] | None:
-        """Return the tokens of a prompt as a server counts them; None if it does not."""
+        """Return the token ids of a prompt from a server, by turns; None if it gives none."""
         up = self.fleet.dispatcher.up
         if not up:
             return None
@@ -332,7 +331,7 @@ class Proxy:
     async def _serve(
         self, http: web.Request, call: Call, request: Request
     ) -> web.StreamResponse:
-        """Serve a request; the trace has it from its arrival to its end."""
+        """Serve a request, and record it in the trace."""
         flight = Flight(request)
         self.fleet.begin(flight)
         try:
@@ -341,7 +340,7 @@ class Proxy:
             self.fleet.finish(flight)
 
     async def _route(self, http: web.Request, call: Call, flight: Flight) -> web.StreamResponse:
-        """Send a request where the router says until a server answers it."""
+        """Send a request to servers that the router picks, until one of them answers."""
         why, tried = "no server is up", set[int]()
         body = call.body(count=self.config.trace is not None)
         while len(tried) <= self.config.retries:
@@ -372,10 +371,10 @@ class Proxy:
     async def _ask(
         self, http: web.Request, call: Call, attempt: Attempt, body: bytes
     ) -> Answer:
-        """Return the answer of a server: the beginning of a stream, or all.
+        """Return the answer of a server: the beginning of a stream, or a whole answer.
 
         Raises:
-            UnservedError: there is none.
+            UnservedError: there is no answer, or none that can be passed on.
         """
         response = None
         attempt.deadline = asyncio.timeout(self.config.first_byte_timeout)
@@ -420,7 +419,7 @@ class Proxy:
         """Record the usage in a whole answer.
 
         Raises:
-            UnservedError: it is not JSON.
+            UnservedError: the answer is not JSON.
         """
         try:
             document = orjson.loads(data)
@@ -436,7 +435,7 @@ class Proxy:
     async def _pass_on(
         self, http: web.Request, attempt: Attempt, answer: Answer
     ) -> web.StreamResponse:
-        """Send an answer to the client. A server that dies meanwhile ends it with an error."""
+        """Send an answer to the client; if the server dies meanwhile, it ends with an error."""
         server, response, stream = attempt.server, answer.response, answer.stream
         out: web.StreamResponse = self._web.StreamResponse(
             status=response.status, headers=_back(server, response)
@@ -452,7 +451,7 @@ class Proxy:
                     while data := await self._part(response):
                         if whole := stream.feed(data):
                             await self._give(out, http, whole)
-                    last = stream.rest()
+                    last = stream.rest
                 except (UnservedError, self._aiohttp.ClientError, TimeoutError) as error:
                     self.fleet.failed(server)
                     status = str(NO_SERVER)
@@ -470,10 +469,10 @@ class Proxy:
         return out
 
     async def _give(self, out: web.StreamResponse, http: web.Request, data: bytes) -> None:
-        """Send some bytes to the client.
+        """Send bytes to the client.
 
         Raises:
-            _ClientGoneError: it is not there, or does not take them in time.
+            _ClientGoneError: the client has disconnected, or does not take them in time.
         """
         try:
             async with asyncio.timeout(self.config.client_timeout):
@@ -485,15 +484,15 @@ class Proxy:
             raise _ClientGoneError from None
 
     async def _part(self, response: ClientResponse) -> bytes:
-        """Return the next bytes of an answer; empty: it is over."""
+        """Return the next bytes of an answer; none at its end."""
         async with asyncio.timeout(self.config.between_timeout):
             return await response.content.readany()
 
     async def _whole(self, response: ClientResponse, data: bytes) -> bytes:
-        """Return an answer that begins with `data`.
+        """Return all bytes of an answer that begins with `data`.
 
         Raises:
-            UnservedError: it is too large.
+            UnservedError: the answer is too large.
         """
         parts, size = [data], len(data)
         while part := await self._part(response):
@@ -510,7 +509,7 @@ class Proxy:
 
 
 class _ClientGoneError(Exception):
-    """A client went away, or did not take its answer in time."""
+    """Raised if a client has disconnected, or does not take its answer in time."""
 
 
 def _refuse(why: str, *, failure: bool = False) -> NoReturn:
@@ -518,20 +517,20 @@ def _refuse(why: str, *, failure: bool = False) -> NoReturn:
 
 
 def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
-    """Return the headers that a client gets."""
+    """Return the headers of the answer to a client."""
     found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
     return {**found, "x-kvcore-replica": str(server.options.name)}
 
 
 def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
-    """Route until Ctrl-C or SIGTERM; then requests in flight end, and the trace is whole.
+    """Route requests until Ctrl-C or SIGTERM; then let requests in flight end.
 
     Args:
         config: the options.
         ready: called with the URL once the proxy listens.
 
     Raises:
-        InputError, PluginError: options that cannot be, or packages that are missing.
+        InputError, PluginError: as `Proxy` and its `start` raise them.
     """
     asyncio.run(_run(config, ready))
 
@@ -539,8 +538,8 @@ def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
 async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
     proxy = Proxy(config)
     await proxy.start()
-    with until_told() as told:
+    with signalled() as ending:
         ready(proxy.url)
-        await told.wait()
+        await ending.wait()
     warn("ending; a second signal does not wait for requests in flight")
     await proxy.stop()

@@ -36,20 +36,20 @@ class Upstream:
     """A server that the proxy sends requests to.
 
     Attributes:
-        url: where its API is, without `/v1`: `http://127.0.0.1:8001`.
-        name: what metrics and the header `x-kvcore-replica` call it; empty: its host and port.
+        url: address of its API without `/v1`, such as `http://127.0.0.1:8001`.
+        name: name in metrics and in the header `x-kvcore-replica`; empty: its host and port.
         kv_events: address at which it publishes KV events over ZMQ.
-        kv_replay: address at which it sends missing batches of them again.
-        blocks, block_size, max_seqs: its pool, the tokens in a block, and the sequences that it
-            runs at a time: what routers see of it.
-        prefill_rate: tokens of a prompt that it computes in a second, for routers that ask.
+        kv_replay: address at which it sends missing batches of KV events again.
+        blocks, block_size, max_seqs: number of blocks in its pool, tokens in a block, and
+            sequences that it runs at a time, for the router.
+        prefill_rate: prompt tokens that it computes in a second, for the router.
 
     Raises:
-        InputError: no URL of a server, or a number that is not above 0.
+        InputError: `url` is no URL of a server, or a number is not above 0.
     """
 
-    url: str = _option("", "Where its API is, without /v1.")
-    name: str = _option("", "What metrics and answers call it.")
+    url: str = _option("", "Address of its API, without /v1.")
+    name: str = _option("", "Name of the server in metrics and answers.")
     kv_events: str | None = _option(None, "Address of its KV events, tcp://HOST:PORT.")
     kv_replay: str | None = _option(None, "Address that sends missing KV events again.")
     blocks: int = _option(8_192, "Number of KV blocks in its pool.")
@@ -85,65 +85,71 @@ class RouteConfig:
 
     Attributes:
         replicas: the servers.
-        router: the plugin that picks one of them for a request.
-        view: what it knows of their caches: `index`, with options, is what the proxy has sent
-            where; `events` is what the servers tell over ZMQ.
-        seed: of routers that draw random numbers; None: their own default.
-        host, port: where to listen; port 0 takes a free one.
-        prefixes: blocks of prompts are those of `text`, or of `tokens`, which a server is asked
-            for (`/tokenize`) once a request. Events need tokens.
-        key_tokens: tokens in a block of a prompt.
+        router: the plugin that picks a server for a request.
+        view: source of the router's knowledge of caches: `index`, with options, records the
+            prompts sent to each server; `events` follows the servers' KV events over ZMQ.
+        seed: seed of routers that draw random numbers; None: their own default.
+        host, port: address to listen at; port 0 takes a free one.
+        prefixes: keys of prompts are those of their `text`, or of their `tokens`, which cost
+            one call of a server's `/tokenize` for each request. Events need tokens.
+        key_tokens: number of tokens in a block of a prompt.
         key_chars: bytes of text that stand for such a block where tokens are not known.
-        trace: file to write REQUEST and ROUTE lines to; None: none.
-        concurrency: requests in flight above which others are refused with 503.
-        connections: connections of clients above which others are closed.
-        body, answer: bytes of the largest request, and of the largest answer at once.
-        connect_timeout: until a server has taken a connection, or has answered a check.
-        first_byte_timeout: from there to the first byte of its answer.
-        between_timeout: from one part of an answer to the next.
-        client_timeout: in which a client sends its request, and takes a part of the answer.
-        shutdown_timeout: that requests in flight are given when the proxy is told to end.
-        health_interval: between two checks of a server.
-        failures: failures in a row after which a server is down.
-        retries: other servers that are tried before a request is refused.
+        trace: file for REQUEST and ROUTE lines; None: none is written.
+        concurrency: largest number of requests in flight; further ones get 503.
+        connections: largest number of connections of clients; further ones are closed.
+        body, answer: largest size in bytes of a request, and of an answer that is no stream.
+        connect_timeout: time until a server has taken a connection, or has answered a check.
+        first_byte_timeout: time from then to the first byte of its answer.
+        between_timeout: time between two parts of an answer.
+        client_timeout: time in which a client sends its request, or takes a part of an answer.
+        shutdown_timeout: time that requests in flight may take when the proxy ends.
+        health_interval: time between two checks of a server.
+        failures: number of failures in a row after which a server is down.
+        retries: number of further servers that are tried before a request is refused.
 
     Raises:
-        InputError: a value that an option cannot have; begins with the option's name.
+        InputError: an option has an invalid value; the message begins with its name.
     """
 
     replicas: tuple[Upstream, ...]
     router: PluginChoice = _option(Spec("round-robin"), option_help("router"))
     view: str = _option(
         "index",
-        "What the router knows of caches: what was sent where (index), or the KV events of "
-        "the servers (events).",
+        "Source of the router's knowledge of caches: an index of the prompts sent to each "
+        "server (index), or the KV events of the servers (events).",
     )
     seed: int | None = _option(0, option_help("seed"))
-    host: str = _option("127.0.0.1", "Address to listen at; others than loopback are open.")
+    host: str = _option(
+        "127.0.0.1", "Address to listen at; other machines can use any but a loopback address."
+    )
     port: Natural = _option(8000, "Port to listen at; 0 takes a free one.")
     prefixes: Literal["text", "tokens"] = _option(
-        "text", "Blocks of prompts by their text, or by the tokens that a server is asked for."
+        "text", "Keys of prompts by their text, or by token ids from a server's /tokenize."
     )
     key_tokens: int = _option(16, "Number of tokens in a block of a prompt.")
     key_chars: int = _option(64, "Bytes of text that stand for a block.")
     trace: Path | None = _option(None, "JSONL file to write REQUEST and ROUTE lines to.")
     concurrency: int = _option(1_024, "Largest number of requests in flight.")
     connections: int = _option(4_096, "Largest number of connections of clients.")
-    body: Bytes = _option(8 << 20, "Largest request.")
-    answer: Bytes = _option(64 << 20, "Largest answer that is not streamed.")
+    body: Bytes = _option(8 << 20, "Largest size of a request in bytes.")
+    answer: Bytes = _option(64 << 20, "Largest size in bytes of an answer that is no stream.")
     connect_timeout: float = _option(
-        2.0, "Seconds until a server takes a connection, or says that it is healthy."
+        2.0, "Seconds until a server takes a connection, or answers a health check."
     )
     first_byte_timeout: float = _option(300.0, "Seconds until the first byte of an answer.")
     between_timeout: float = _option(60.0, "Seconds between two parts of an answer.")
-    client_timeout: float = _option(30.0, "Seconds in which a client sends or takes a part.")
-    shutdown_timeout: float = _option(30.0, "Seconds for requests in flight at the end.")
+    client_timeout: float = _option(
+        30.0, "Seconds in which a client sends its request, or takes a part of an answer."
+    )
+    shutdown_timeout: float = _option(
+        30.0, "Seconds that requests in flight may take when the proxy ends."
+    )
     health_interval: float = _option(1.0, "Seconds between two checks of a server.")
     failures: int = _option(3, "Failures in a row after which a server is down.")
-    retries: int = _option(3, "Other servers that are tried before a request is refused.")
+    retries: int = _option(3, "Further servers to try before a request is refused.")
 
     def __attrs_post_init__(self) -> None:
-        """Check what depends on several options, and numbers by their range."""
+        """Check the options against one another, and numbers against their range."""
         names = [each.name for each in self.replicas]
         if not 0 < len(names) <= MOST_REPLICAS:
             msg = f"replicas: {len(names)} servers were given; expected 1 to {MOST_REPLICAS:,}"
@@ -169,19 +175,19 @@ class RouteConfig:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether the tokens of prompts are asked for."""
+        """Whether keys of prompts need their token ids."""
         return self.prefixes == "tokens" or self.view == "events"
 
     @classmethod
     def of(cls, replicas: list[Any], **options: Any) -> Self:
-        """Return a configuration from values as TOML and the command line have them.
+        """Return a configuration of values in the form of TOML and of the command line.
 
         Args:
             replicas: URLs, or tables of the attributes of `Upstream`.
-            options: by name; what is left out is default.
+            options: values by name; others have their defaults.
 
         Raises:
-            InputError: an unknown name, or a value that an option cannot have.
+            InputError: an option is unknown, or has an invalid value.
         """
         if not isinstance(replicas, list):
             msg = "replicas: expected tables, each under a heading [[replicas]]"
@@ -198,8 +204,8 @@ class RouteConfig:
         """Return the configuration that a TOML file gives; `options` win.
 
         Raises:
-            InputError: no such file, no TOML, an unknown key, or a value that its option
-                cannot have; names the file and the key.
+            InputError: the file cannot be read, is no TOML, or has an unknown key or an
+                invalid value; the message names the file and the key.
         """
         try:
             given = tomllib.loads(path.read_text("utf-8"))

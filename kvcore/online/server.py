@@ -1,4 +1,4 @@
-"""A server: `kvcore run` behind an OpenAI-style API, one process, one model."""
+"""The server: the engine of `kvcore run` behind an OpenAI-style API, with one model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
-from kvcore.online.listener import ApiError, Listener, until_told
+from kvcore.online.listener import METRICS_HEADERS, ApiError, Listener, signalled
 from kvcore.online.metrics import server_metrics
 from kvcore.online.stored import StoredBlocks
 from kvcore.request import TextRequest, text_request
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 MOST_STOPS = 4
 OUTPUT = 16
-"""Tokens of an answer whose client does not say how many."""
+"""Largest number of tokens of an answer if the client gives none."""
 
 CONNECTIONS = 4
-"""Connections for each request that may be open; more are closed as they are made."""
+"""Open connections for each open request; further ones are closed at once."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,16 +42,19 @@ class ServeConfig:
     """Address and limits of a server.
 
     Attributes:
-        host, port: where it listens; port 0 takes a free one.
-        name: of the model, as clients call it; None: the model's own.
-        requests: that are served or wait at a time; more get 503.
-        body: bytes of a request at most.
+        host, port: address to listen at; port 0 takes a free one.
+        name: name of the model for clients; None: the model's own.
+        requests: largest number of requests that run or wait; further ones get 503.
+        body: largest size of a request in bytes.
         client_timeout: seconds in which a client must send its request, and take each part
             of its answer.
-        grace: seconds that open requests have when the server ends.
-        kv_events: where KV events are published, such as `tcp://127.0.0.1:5557`.
-        kv_replay: where they are sent again.
-        trace: the file to write every decision to.
+        grace: seconds that open requests may take when the server ends.
+        kv_events: address at which KV events are published, such as `tcp://127.0.0.1:5557`.
+        kv_replay: address at which missing KV events are sent again.
+        trace: file to write every decision to.
+
+    Raises:
+        InputError: `kv_replay` is given without `kv_events`.
     """
 
     host: str = "127.0.0.1"
@@ -65,18 +68,24 @@ class ServeConfig:
     kv_replay: str | None = None
     trace: Path | None = None
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse an address for replays of events that are not published."""
+        if self.kv_replay is not None and self.kv_events is None:
+            msg = "--kv-replay sends the events of --kv-events again: give that too"
+            raise InputError(msg)
+
 
 @attrs.frozen
 class Call:
-    """A call of the API, checked.
+    """A checked call of the API.
 
     Attributes:
         chat: whether it is a chat.
-        tokens: of the prompt.
-        output: tokens that are wanted at most.
+        tokens: token ids of the prompt.
+        output: largest number of output tokens.
         stream, counted: whether the answer is streamed, and with its usage at the end.
         stop: texts that end the answer.
-        salt: text that keeps equal prompts apart (`cache_salt`, as vLLM calls it).
+        salt: text that keeps equal prompts apart in the cache (`cache_salt` in vLLM).
     """
 
     chat: bool
@@ -89,18 +98,19 @@ class Call:
 
 
 class Text:
-    """The text of tokens as they come: no character is cut in two, and no stop text.
+    """Turns tokens into text step by step; neither a character nor a stop text is cut in two.
 
-    Each part is decoded with the one before it, since a token may begin with what only that
-    tells. Characters that are not whole yet are kept back, and what a stop text may begin with.
+    Each part is decoded together with the one before it, since the text of a token can depend
+    on the token before. Incomplete characters are held back, and so is the beginning of a
+    possible stop text.
 
     Args:
         decode: returns the text of tokens.
-        stop: texts that end it, and are not part of it.
-        eos: tokens that end it, likewise.
+        stop: texts that end the text, and are not part of it.
+        eos: token ids that end the text, and are not part of it.
 
     Attributes:
-        stopped: whether one of them has come.
+        stopped: whether a stop text or an end-of-sequence token has come.
     """
 
     def __init__(
@@ -111,20 +121,20 @@ class Text:
     ) -> None:
         self._decode, self._stop, self._eos = decode, stop, eos
         self._ids: list[int] = []
-        self._begin = self._told = 0
+        self._begin = self._read_to = 0
         self._held = ""
         self.stopped = False
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
-        """Return the text that `ids` add."""
+        """Return the text that `ids` add; with `last`, also the text held back."""
         shown = [token for token in ids if token not in self._eos]
         self.stopped = len(shown) < len(ids)
         last |= self.stopped
         self._ids += shown
-        before = self._decode(self._ids[self._begin : self._told])
+        before = self._decode(self._ids[self._begin : self._read_to])
         whole = self._decode(self._ids[self._begin :])
         if last or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._begin, self._told = self._told, len(self._ids)
+            self._begin, self._read_to = self._read_to, len(self._ids)
             self._held += whole[len(before) :]
         held = self._held
         ends = [held.index(text) for text in self._stop if text in held]
@@ -143,16 +153,16 @@ class Server:
     """The engine and its API.
 
     Args:
-        parts: what is served: model, cache, scheduler, as for `kvcore run`.
-        config: what it listens at, and its limits.
+        parts: model, cache and scheduler, as for `kvcore run`.
+        config: address and limits.
 
     Attributes:
-        url: where it listens, once it does.
+        url: URL of the server, once it listens.
         engine: the thread that computes.
 
     Raises:
-        InputError, PluginError, StorageError: as for `kvcore run`; an address that cannot be
-            had; packages that are missing.
+        InputError, PluginError, StorageError: as for `kvcore run`; an address of KV events that
+            is invalid or in use; a missing package.
     """
 
     def __init__(self, parts: EngineParts, config: ServeConfig) -> None:
@@ -231,10 +241,10 @@ class Server:
         self.engine = LiveEngine(loop, self._fail)
 
     async def start(self) -> None:
-        """Start serving and listening.
+        """Start to serve and to listen.
 
         Raises:
-            InputError: the address cannot be listened at.
+            InputError: the address is invalid, or in use.
         """
         self._loop = asyncio.get_running_loop()
         try:
@@ -246,11 +256,11 @@ class Server:
         self.engine.start()
 
     async def stop(self) -> None:
-        """Listen no more, let open requests end within the grace, and check the cache.
+        """Stop listening, let open requests end within the grace period, and check the cache.
 
         Raises:
             PolicyError: the engine has failed.
-            AssertionError: the cache is not as it must be.
+            AssertionError: the cache is inconsistent.
         """
         self._closing = True
         await self._listener.stop()
@@ -260,7 +270,7 @@ class Server:
             if self.engine.failure is None:
                 self.cache.check_integrity()
         finally:
-            # A trace of a run that failed is not whole: its file keeps the name `.part`.
+            # The trace of a run that failed is not complete: its file keeps the name `.part`.
             failure = self.engine.failure
             if failure is not None:
                 self._stack.__exit__(type(failure), failure, failure.__traceback__)
@@ -279,7 +289,7 @@ class Server:
     # The API.
 
     async def _health(self, http: web.Request) -> web.Response:
-        """Return whether requests are served."""
+        """Return the status `ok`, or 503 once the server ends or its engine has failed."""
         del http
         well = not self._closing and self.engine.failure is None
         return self._listener.json(
@@ -291,7 +301,7 @@ class Server:
         del http
         answer: web.Response = self._web.Response(
             text=server_metrics(self.engine.loop, self.cache, self.model, self.stored),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+            headers=METRICS_HEADERS,
         )
         return answer
 
@@ -330,7 +340,7 @@ class Server:
         return int(self.cache.pool.blocks * self.cache.geometry.block_size)
 
     async def _document(self, http: web.Request) -> dict[str, Any]:
-        """Return the body of a request, which must come in time."""
+        """Return the JSON object in the body of a request."""
         body = await self._listener.read(http, self.config.client_timeout)
         try:
             document = orjson.loads(body)
@@ -375,7 +385,7 @@ class Server:
         return Call(chat, tokens, output, stream, counted, stop, salt)
 
     def _refuse_unsupported(self, document: dict[str, Any]) -> None:
-        """Raise ApiError for what this server does not do."""
+        """Raise ApiError for options of the API that this server does not have."""
         for name in ("n", "best_of"):
             if document.get(name) not in (None, 1):
                 raise ApiError(400, f"{name} can be 1 alone", name)
@@ -410,7 +420,7 @@ class Server:
         return tokens
 
     async def _generate(self, number: int, call: Call) -> AsyncGenerator[Tokens, None]:
-        """Yield the parts of an answer; a caller that stops listening cancels the request."""
+        """Yield the parts of an answer; closing the generator cancels the request."""
         parts: asyncio.Queue[Tokens] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -440,7 +450,7 @@ class Server:
     async def _whole(
         self, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
     ) -> web.Response:
-        """Send the whole text."""
+        """Return the whole text as an answer."""
         made, text = self._text(call), ""
         count = hit = 0
         async for part in parts:
@@ -531,7 +541,7 @@ class Server:
         return Text(generator.decode, call.stop, generator.eos_token_ids)
 
     def _head(self, number: int, call: Call, *, chunk: bool) -> dict[str, Any]:
-        """Return what each document of an answer begins with."""
+        """Return the fields with which each document of an answer begins."""
         kind = "chat.completion" if call.chat else "text_completion"
         return {
             "id": f"{'chatcmpl' if call.chat else 'cmpl'}-{number}",
@@ -556,7 +566,7 @@ def _message(value: Any) -> dict[str, str]:
 
 
 def _check(part: Tokens) -> None:
-    """Raise ApiError for a request that was not served."""
+    """Raise ApiError if the request was not served."""
     if part.end == REJECTED:
         raise ApiError(400, part.reason or "the request was rejected")
     if part.end in (FAILED, CANCELLED):
@@ -577,13 +587,13 @@ def run(parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
-        parts: what is served.
-        config: what the server listens at, and its limits.
-        ready: called once it listens.
+        parts: model, cache and scheduler.
+        config: address and limits.
+        ready: called once the server listens.
 
     Raises:
-        KvcoreError: options that cannot be; the engine has failed.
-        AssertionError: the cache was not as it must be at the end.
+        KvcoreError: the server cannot be made or started, or its engine has failed.
+        AssertionError: the cache is inconsistent at the end.
     """
     asyncio.run(_run(parts, config, ready))
 
@@ -593,10 +603,10 @@ async def _run(
 ) -> None:
     server = Server(parts, config)
     await server.start()
-    with until_told() as told:
+    with signalled() as ending:
         ready(server)
         loop = asyncio.get_running_loop()
-        waits = [loop.create_task(told.wait()), loop.create_task(server.failed())]
+        waits = [loop.create_task(ending.wait()), loop.create_task(server.failed())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()

@@ -1,4 +1,4 @@
-"""What the cache of a server stores and drops, published as KV events while it serves."""
+"""KV events of a server: the blocks that its cache stores and removes, published at once."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MEDIUM = "GPU"
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _QUEUED = 10_000
-"""Batches that wait for slow subscribers; what comes then is dropped, counted, and a gap."""
+"""Batches that wait for slow subscribers; further ones are dropped and counted: a gap."""
 
 
 class StoredBlocks:
-    """Publishes what a cache stores and drops, with the tokens of the blocks, as vLLM does.
+    """Publishes stored and removed blocks of a cache, with their tokens, as vLLM does.
 
     It is the watcher of the cache's tree, called on the engine's thread. A thread of its own
-    sends, and answers replays, so that no subscriber holds the engine up.
+    sends events and answers replays, so that no subscriber delays the engine.
 
     Args:
-        cache: the cache, which is empty and has blocks of a key each.
-        publisher: where the events go; used by the thread alone from `start` on.
+        cache: the cache, which is empty; each of its blocks has one key.
+        publisher: the publisher; from `start` on only the thread uses it.
 
     Attributes:
-        dropped: batches that were not published since subscribers are too slow.
+        dropped: number of batches that were dropped because subscribers are too slow.
     """
 
     def __init__(self, cache: KVCache, publisher: Publisher) -> None:
@@ -44,13 +44,13 @@ class StoredBlocks:
         self._publisher = publisher
         self._below: Watcher | None = cache.tree.watcher
         cache.tree.watcher = self
-        # Tokens of keys that are stored, or of prompts that are open: how many of these.
+        # Tokens of stored keys and of open prompts, and the number of open prompts by key.
         self._tokens: dict[Key, tuple[int, ...]] = {}
         self._open: Counter[Key] = Counter()
         self._stored: set[Key] = set()
-        # By the key of the first block: salts, which only its hash tells otherwise.
+        # Salts by the key of the first block.
         self._salts: dict[Key, str] = {}
-        # Each with how many were dropped just before it.
+        # Each with the number of batches that were dropped just before it.
         self._batches: queue.Queue[tuple[int, EventBatch]] = queue.Queue(_QUEUED)
         self._lost = 0
         self._ends = threading.Event()
@@ -63,7 +63,7 @@ class StoredBlocks:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish remaining events, and stop; wait a while for slow subscribers."""
+        """Publish remaining events, and stop; wait at most 5 s for slow subscribers."""
         self._ends.set()
         self._thread.join(_PATIENCE_SECONDS)
         if not self._thread.is_alive():
@@ -94,7 +94,7 @@ class StoredBlocks:
                 if key not in self._stored:
                     self._forget(key)
 
-    # What the tree tells.
+    # Callbacks of the tree.
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Publish that the last `blocks` blocks of `span` were stored."""
@@ -121,7 +121,7 @@ class StoredBlocks:
             self._below.hit(span, now)
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
-        """Publish that the last `blocks` blocks of `span` are about to leave."""
+        """Publish that the last `blocks` blocks of `span` are removed."""
         keys = span.path_keys[span.end - blocks : span.end]
         for key in keys:
             self._stored.discard(key)
@@ -141,7 +141,7 @@ class StoredBlocks:
         self._salts.pop(key, None)
 
     def _extra(self, keys: Sequence[Key]) -> tuple[tuple[str] | None, ...] | None:
-        """Return the salt of a prompt's first block as vLLM reports it; None if it has none."""
+        """Return the salt of a prompt's first block as vLLM reports it; None without a salt."""
         salt = self._salts.get(keys[0])
         return None if salt is None else ((salt,), *[None] * (len(keys) - 1))
 

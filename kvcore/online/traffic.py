@@ -1,4 +1,4 @@
-"""What the proxy tells of its traffic: a trace that can be replayed, and metrics."""
+"""Records of the proxy's traffic: a trace whose requests can be run again, and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcore.trace import Trace
 from kvcore.trace.cluster import ClusterTrace
 
 MOST_HELD = 1 << 20
-"""Keys of requests that have ended, and wait for one that arrived before them."""
+"""Largest number of keys of ended requests that wait for a request that arrived before them."""
 
 FIRST_BYTE = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -29,12 +29,13 @@ class Flight:
     """A request in flight, with its record so far.
 
     Attributes:
-        request: as the router saw it.
-        routes: when it was sent where, and how many tokens were thought to be cached there.
-        prompt, output: tokens, as a server counted them; `output` that of a stream grows.
-        refused: why no server got it, if so.
-        ended: whether nothing of this changes any more.
-        wrong: whether a server has refused it, as any other would: it is in no trace.
+        request: the request that the router saw.
+        routes: of each attempt the time (ns), the number of the replica, and the number of
+            tokens that the router expected to hit there.
+        prompt, output: numbers of tokens by a server's count; that of a stream grows.
+        refused: the reason if no server answered; None otherwise.
+        ended: whether the record is complete.
+        wrong: whether a server refused the request as invalid; it is left out of the trace.
     """
 
     request: Request
@@ -46,7 +47,7 @@ class Flight:
     wrong: bool = False
 
     def final(self) -> Request:
-        """Return the request with the lengths that it had, and keys for no more than these."""
+        """Return the request with its counted lengths, and with keys for these alone."""
         request = self.request
         tokens = self.prompt or request.prompt_tokens
         return Request(
@@ -64,15 +65,15 @@ class Flight:
 class TrafficLog:
     """Writes REQUEST and ROUTE lines, in order of arrival, each once its lengths are known.
 
-    A request that has ended waits for those that arrived before it. Once too much waits, the
-    oldest is written with the lengths that it has by then.
+    A request that has ended waits for those that arrived before it. If more than `MOST_HELD`
+    keys wait, the oldest request is written with the lengths counted so far.
 
     Args:
-        path: the file, which appears once the log is closed.
+        path: the file, which appears when the log is closed.
         router: name and options of the router.
-        routing: what else decides where requests go.
+        routing: other options that decide on routes, such as the view.
         replicas: all replicas.
-        key_tokens: tokens in a block of a prompt.
+        key_tokens: number of tokens in a block of a prompt.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class TrafficLog:
         self._held = 0
 
     def begin(self, flight: Flight) -> None:
-        """Expect the end of a request that has arrived."""
+        """Record the arrival of a request."""
         self._flights[flight.request.id] = flight
 
     def end(self, flight: Flight) -> None:
-        """Write a request that has ended, and others that waited for it."""
+        """Write a request that has ended, and the requests that waited for it."""
         if flight.request.id not in self._flights:
-            return  # it was too late
+            return  # already written, with the lengths counted by then
         flight.ended = True
         self._held += _size(flight)
         while self._flights:
@@ -119,12 +120,12 @@ class TrafficLog:
             self._flush(flight.request.arrival)
 
     def sync(self, now: int) -> None:
-        """Write all that need not wait to the file, which can be read up to here."""
+        """Flush all lines that do not wait to the file, which can be read up to them."""
         self._flush(now)
         self._file.flush()
 
     def close(self, now: int) -> None:
-        """Write the rest, and END."""
+        """Write all requests that are left, and END."""
         for flight in list(self._flights.values()):
             self.end(flight)
         self._flush(now + 1)
@@ -159,13 +160,14 @@ class Metrics:
     """Counts of the proxy in Prometheus' text format.
 
     Attributes:
-        requests: by replica and status; refused ones have no replica.
-        retries: by the replica that did not answer.
+        requests: requests by replica and status; refused ones have no replica.
+        retries: requests by the replica that did not answer.
         first_byte: seconds from arrival to the first byte, by replica.
-        hit_tokens: prompt tokens that the router expected to be cached, by replica.
-        cached_tokens: those that servers say were.
-        prompt_tokens: of requests that were sent.
-        in_flight, up: by replica.
+        hit_tokens: prompt tokens that the router expected to hit, by replica.
+        cached_tokens: prompt tokens that hit by the servers' own count, by replica.
+        prompt_tokens: prompt tokens of requests that were sent, by replica.
+        in_flight: requests in flight, by replica.
+        up: 1 for replicas that are up, 0 for others.
 
     Raises:
         PluginError: the package prometheus_client is not installed.
@@ -176,8 +178,8 @@ class Metrics:
         self._registry = registry = made.CollectorRegistry()
         self._text = made.generate_latest
 
-        def counter(name: str, says: str, *labels: str) -> Any:
-            return made.Counter(f"kvcore_route_{name}", says, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return made.Counter(f"kvcore_route_{name}", text, labels, registry=registry)
 
         one = "replica"
         self.requests = counter(
@@ -194,12 +196,12 @@ class Metrics:
             buckets=FIRST_BYTE,
             registry=registry,
         )
-        gauge, says = made.Gauge, "Requests that a server has."
-        self.in_flight = gauge("kvcore_route_in_flight", says, [one], registry=registry)
+        gauge, text = made.Gauge, "Requests that a server has."
+        self.in_flight = gauge("kvcore_route_in_flight", text, [one], registry=registry)
         self.up = gauge(
             "kvcore_route_up", "1 if it is sent requests.", [one], registry=registry
         )
 
     def text(self) -> bytes:
-        """Return all of them."""
+        """Return all metrics."""
         return bytes(self._text(self._registry))

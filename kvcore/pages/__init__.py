@@ -1,4 +1,4 @@
-"""Pages: a trace, results, and what a KV cache is, as one HTML file each that opens offline."""
+"""Pages of a trace, of results, and for learners: each one HTML file that opens offline."""
 
 from kvcore.pages.report import report_page
 from kvcore.pages.shell import Page

@@ -1,14 +1,14 @@
-"""A trace as columns that a browser can play: what each line does to the pool, and to whom.
+"""A trace as columns that a browser can play: the effect of each line on pool and requests.
 
     trace ──► TraceChecker ──► Playback ──► planes of bytes ──► static/playback.js
                                    │
                 prompts ──► leaders: which block of which prompt is which block of another
 
-Each line becomes a row of small integers, whose meaning depends on its event (`COLUMNS`). The
+Each line becomes a row of small integers, which mean different things by event (`COLUMNS`). The
 browser makes the state of the pool from them as `CacheState` does from the lines, so it can
-show any moment. Block keys are not sent: two blocks are the same content if the prompts that
-have them are one prompt up to there, and that is a tree of requests. Each prompt shares its
-first blocks with an earlier one, its leader, and has the rest for itself.
+show any moment. Block keys are not sent: two blocks have the same content if their prompts are
+equal up to there, which a tree of requests expresses. Each prompt shares its first blocks with
+an earlier one, its leader, and has the rest for itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from heapq import nlargest
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
@@ -45,14 +46,14 @@ NONE = -1
 """In a column: no request, span or tier."""
 
 PARKED = -2
-"""In place of the tier that blocks come from: they are of a preempted sequence, for itself."""
+"""In place of the tier that blocks come from: they are parked, of a preempted sequence."""
 
 KINDS = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COMMIT", "EVICT", "FORGET"),
     *("COMPACT", "FREE", "FORK", "COPY", "FIRST_TOKEN", "PREEMPT", "RESUME", "RECOVER"),
     *("OFFLOAD", "LOAD_START", "LOAD", "DROP", "KEYS", "FINISH", "REJECT", "HEADER", "END"),
 )
-"""The kinds of rows. EVICT of scope `sequence` is FORGET, so that a row has one meaning."""
+"""The kinds of rows. EVICT of scope `sequence` is FORGET, so that each kind has one meaning."""
 
 KIND = {name: number for number, name in enumerate(KINDS)}
 
@@ -71,11 +72,11 @@ WORDS = {
     "preempted": PREEMPTED,
     "dropped": DROPPED,
 }
-"""What numbers in columns stand for."""
+"""The words for numbers in columns."""
 
 COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "count", "time", "age")
-"""Of each row: its event, its request (by number), five values, how many blocks it takes from
-the pool or gives back, and how much later (ns) than the row before it is.
+"""Columns of a row: its event, its request (by number), five values, the number of blocks that
+it takes from the pool or gives back, and its time (ns) after the row before it.
 
 | kind | a | b | c | d | e | count |
 |---|---|---|---|---|---|---|
@@ -92,23 +93,28 @@ the pool or gives back, and how much later (ns) than the row before it is.
 | FORK | sequence | child | | | | |
 | COPY | sequence | block | from | to | | |
 | FIRST_TOKEN, RESUME | sequence | | | | | |
-| PREEMPT | sequence | how | for whom or -1 | | | |
+| PREEMPT | sequence | how | requester or -1 | | | |
 | FINISH | sequence | output | | | | |
 | OFFLOAD | tier | first | blocks | tier it comes from, -1, or -2: parked | | |
 | LOAD_START, LOAD | tier | first | blocks | sequence | | |
 | DROP | tier | first | blocks | reason | | |
 | RECOVER | tier | first | blocks | | | |
 
-Which blocks a row moves is not sent: a pool gives the block that was freed last, and the check
-has seen that it did. The request of an EVICT is the one that needed the room; `whose` is a
-request whose prompt has the blocks, and `end` the position there after the last of them. `age`
-(ns) is of EVICT, and for OFFLOAD and LOAD_START how long it takes.
+The ids of blocks are not sent: a pool gives the block that was freed last, and the checker has
+verified that it did. The request of an EVICT is the one that needed the blocks; `whose` is a
+request with these blocks in its prompt, and `end` the position after the last of them there.
+`age` (ns) is that of the blocks in EVICT, and the duration of the transfer in OFFLOAD and
+LOAD_START.
 """
 
 WIDTH = len(COLUMNS)
 
 MOST = 2**53
-"""A number below this is exact in a browser; in ns it is 104 days."""
+"""Bound of the numbers that are exact in a browser; in ns it is 104 days."""
+
+
+_column = partial(array, "q")
+"""Makes an empty column of 64-bit numbers."""
 
 
 @attrs.define
@@ -116,32 +122,32 @@ class Prompts:
     """The prompts of a trace, by request number: their lengths, and shared content.
 
     Attributes:
-        ids: of the requests.
-        tokens, output: lengths in tokens.
-        blocks: blocks that have a key, and so a content that another prompt can have.
-        lookup: how many of them are looked up.
-        leader, shared: the request that first had the block before `shared`, and how many
-            blocks from the first on are the same; -1 and 0 if no earlier prompt begins alike.
-        last_key: the last of the prompt's keys, None if it has none.
+        ids: ids of the requests.
+        tokens, output: lengths of prompt and output in tokens.
+        blocks: number of blocks with a key, whose content another prompt can have too.
+        lookup: number of these blocks that are looked up.
+        leader, shared: the first request with the most equal blocks at the beginning, and
+            the number of these; -1 and 0 if there is none.
+        last_key: the last of the prompt's keys; None if it has none.
         admitted, when: line and time (ns) of the first admission; -1 if there is none.
     """
 
     ids: list[int | str] = attrs.field(factory=list)
-    tokens: array[int] = attrs.field(factory=lambda: array("q"))
-    output: array[int] = attrs.field(factory=lambda: array("q"))
-    blocks: array[int] = attrs.field(factory=lambda: array("q"))
-    lookup: array[int] = attrs.field(factory=lambda: array("q"))
-    leader: array[int] = attrs.field(factory=lambda: array("q"))
-    shared: array[int] = attrs.field(factory=lambda: array("q"))
+    tokens: array[int] = attrs.field(factory=_column)
+    output: array[int] = attrs.field(factory=_column)
+    blocks: array[int] = attrs.field(factory=_column)
+    lookup: array[int] = attrs.field(factory=_column)
+    leader: array[int] = attrs.field(factory=_column)
+    shared: array[int] = attrs.field(factory=_column)
     last_key: list[Any] = attrs.field(factory=list)
-    admitted: array[int] = attrs.field(factory=lambda: array("q"))
-    when: array[int] = attrs.field(factory=lambda: array("q"))
+    admitted: array[int] = attrs.field(factory=_column)
+    when: array[int] = attrs.field(factory=_column)
     _first: dict[Any, int] = attrs.field(factory=dict, init=False)
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
-        """Append a request. O(log keys), and its keys in C."""
+        """Append a request. O(log keys) in Python, and O(keys) in C."""
         number, keys, first = len(self.ids), prompt.keys, self._first
-        # Keys are chained: where one is known, those before it are.
+        # Keys are chained: if one is known, so are those before it.
         known = bisect_left(keys, True, key=lambda key: key not in first)  # noqa: FBT003
         self.ids.append(prompt.id)
         self.tokens.append(prompt.tokens)
@@ -166,7 +172,7 @@ class Prompts:
         self.lookup[number] = prompt.lookup
 
     def pieces(self, number: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield a piece of a prompt as pieces `[first, end)` by whose content they are."""
+        """Yield the blocks `[first, end)` of a prompt in pieces, each with its owner first."""
         while end > first and number != NONE:
             shared = self.shared[number]
             if end > shared:
@@ -194,10 +200,10 @@ class EvictedContent:
     """The block keys that an EVICT line removed, to compare two traces.
 
     Attributes:
-        row: of the line.
-        requester: the request that needed the room.
-        keys: of the whole prompt that stored the blocks.
-        first, end: their positions `[first, end)` in it.
+        row: row of the line.
+        requester: the request that needed the blocks.
+        keys: all keys of the prompt that stored the blocks.
+        first, end: positions `[first, end)` of the blocks in that prompt.
     """
 
     row: int
@@ -209,11 +215,11 @@ class EvictedContent:
 
 @attrs.frozen
 class Window:
-    """The part of a trace that a page has rows of.
+    """The part of a trace that a page plays.
 
     Attributes:
-        start, end: in ns: rows at `start` and later, and before `end`; None: to the last.
-        most: how many rows, but for those at one moment.
+        start, end: times in ns: rows from `start` on and before `end`; None: to the last row.
+        most: largest number of rows; the rows of one moment stay together.
     """
 
     start: int = 0
@@ -228,15 +234,16 @@ class Playback:
     """The rows of a trace, which is checked while it is read.
 
     Attributes:
-        file: its name.
+        file: name of the trace.
         header: the first line.
-        rows: the columns of `COLUMNS`, of the lines in the window.
-        first, lines: the number of the first of them, from 0 on, and of all in the trace.
-        ended: the time (ns) of the last line of the trace.
-        begin: the state before the first of them; None: that of an empty pool.
-        prompts: of the requests.
-        evicted: what EVICT lines took, in their order.
-        explanation: why requests missed.
+        rows: the columns of `COLUMNS`, for the lines in the window.
+        first: number of the first line in the window, from 0 on.
+        lines: number of lines of the trace.
+        ended: time (ns) of the last line of the trace.
+        begin: the state before the first line in the window; None: an empty pool.
+        prompts: the prompts of the requests.
+        evicted: contents that EVICT lines in the window removed, in their order.
+        explanation: the reasons of misses.
     """
 
     def __init__(
@@ -261,12 +268,12 @@ class Playback:
         self._window = window
         self._flat = array("q")
         self._put: Callable[[Iterable[int]], None] = self._flat.extend
-        # Rows before this one are at an earlier time; whether rows are, will be or were kept.
+        # Rows before this one are at an earlier time; the stage is before, inside or after.
         self._boundary, self._stage = 0, "before" if window.start else "inside"
         self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
         self._of_sequence: dict[int, int] = {}
-        # Of open sequences and of spans what their state does not tell: since when, by whom.
+        # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
         checker: TraceChecker | None = None
@@ -321,7 +328,7 @@ class Playback:
         self.header: dict[str, Any] = header.as_dict()
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
         self._tiers = {name: number for number, name in enumerate(names)}
-        # By tier and owner of the content, where the last block that is there ends.
+        # By tier and owner of the content, the position after the last block in the tier.
         self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
         structs = events.EVENTS | {"FORGET": events.Drop}
         for name in events.OF_CLUSTERS:
@@ -356,7 +363,7 @@ class Playback:
         self._boundary = len(flat) // WIDTH
 
     def _snapshot(self) -> dict[str, Any]:
-        """Return the state as JSON has it."""
+        """Return the state as a JSON value."""
         state, hits, stored = self._state, self._state.hits, self._stored
         pool = self._checker.pool
         parents = (span.parent for span in state.spans.values())
@@ -629,7 +636,7 @@ class Playback:
 
 
 def _ignore(row: Iterable[int]) -> None:
-    """Drop a row that is not in the window."""
+    """Discard a row outside the window."""
 
 
 PROMPT_COLUMNS = (

@@ -1,4 +1,4 @@
-"""The page that reports results: what was run, tables, charts, regret, miss reasons."""
+"""The page that reports results: settings, tables, charts, regret and miss reasons."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from kvcore.report.tables import counted
 from kvcore.serving.result import REQUESTS, SUMMARY
 
 IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
-"""What makes a folder a result, in the order in which it is looked for."""
+"""Files that make a folder a result, in the order of the search."""
 
 EXPANSION = 64
-"""Bytes that a compressed byte of a document may expand to, past the first 16 MiB."""
+"""Largest number of bytes that a compressed byte may expand to, past the first 16 MiB."""
 
 SCHEMA = 1
 
 FAULTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
-"""What reading a document raises that lacks a field, or has another type there."""
+"""Exceptions of reading a document that lacks a field, or has another type there."""
 
 FEW = 2
-"""Results that are named in the title."""
+"""Largest number of results that the title names."""
 
 FORMS: Mapping[frozenset[str], Callable[[str, Document], Result]] = {
     frozenset(keys.split()): read
@@ -61,7 +61,7 @@ FORMS: Mapping[frozenset[str], Callable[[str, Document], Result]] = {
         "ttft_s pool hit": lambda name, summary: Run(name=name, summary=summary),
     }.items()
 }
-"""How documents are read back, by the keys by which each is recognised."""
+"""Readers of documents, by the keys that identify each kind."""
 
 OTHERS: Mapping[frozenset[str], str] = {
     frozenset(keys.split()): told
@@ -77,7 +77,7 @@ OTHERS: Mapping[frozenset[str], str] = {
         "schema run digest": "the journal of a sweep or a plan: give its table, or plan.json",
     }.items()
 }
-"""What else is known by its keys, and what to give in its place."""
+"""Other documents with known keys, and what to give in their place."""
 
 NEEDED = (
     "give a folder that `kvcore simulate --out` wrote, a trace, or the JSON that compare, "
@@ -94,17 +94,17 @@ def report_page(
 ) -> bytes:
     """Return a page that reports results, with those of one kind side by side.
 
-    Equal results, given by equal names, make equal pages.
+    Equal results under equal names give equal pages.
 
     Args:
-        results: paths: folders that `simulate --out` or `run --out` wrote, traces, and the
-            JSON documents and tables of other commands, each recognised by its content.
-        title: of the page; None: says what there is.
-        replica: the one that is reported, where traces are of clusters.
-        progress: is told what is read.
+        results: paths of folders that `simulate --out` or `run --out` wrote, of traces, and of
+            the JSON documents and tables of other commands, each recognised by its content.
+        title: title of the page; None: the names of the results, or their number.
+        replica: the replica to report, in traces of clusters.
+        progress: shows the progress of reading.
 
     Raises:
-        InputError: a path that is no result, or a document that is damaged; names it.
+        InputError: a path is no result, or a document is damaged; the message names it.
         TraceError: a trace is damaged, or cut.
         PluginError: plotly is not installed; or polars, for a table in Parquet.
     """
@@ -121,10 +121,10 @@ def read_result(
     progress: Progress = silent,
     replica: int | str | None = None,
 ) -> Result:
-    """Read a result, whatever it is; of a cluster's trace that of a replica.
+    """Read a result of any kind; in the trace of a cluster, that of a replica.
 
     Raises:
-        InputError: it is none; says what it seems to be, and what to do.
+        InputError: the file is no result; the message says what it seems to be.
         TraceError: a trace is damaged, or cut.
         PluginError: a table in Parquet, and polars is not installed.
     """
@@ -199,10 +199,10 @@ def _json(text: bytes) -> Any:
 
 
 def _parsed(file: Path, first: Any) -> Document:
-    """Return the JSON object that a file is.
+    """Return the JSON object in a file.
 
     Raises:
-        InputError: it is cut off or damaged, or lines of objects that are known to be others.
+        InputError: the document is cut off or damaged, or has lines of JSON objects.
     """
     try:
         document = orjson.loads(_whole(file))
@@ -219,10 +219,10 @@ def _parsed(file: Path, first: Any) -> Document:
 
 
 def _read(name: str, document: Document) -> Result:
-    """Return the result that a document is.
+    """Return the result in a document.
 
     Raises:
-        InputError: it is of no known form, of another schema, or lacks what its form has.
+        InputError: the document is of no known kind or of another schema, or lacks a field.
     """
     form = next((read for keys, read in FORMS.items() if keys <= document.keys()), None)
     if form is None:
@@ -252,7 +252,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _told(document: Document) -> str:
-    """Return what a JSON object that is no result seems to be, and what to do."""
+    """Return a sentence on a JSON object that is no result: its likely kind, and a remedy."""
     for keys, told in OTHERS.items():
         if keys <= document.keys():
             return f"it seems to be {told}"
@@ -261,7 +261,7 @@ def _told(document: Document) -> str:
 
 
 def _seems(head: bytes, columns: Sequence[str]) -> str:
-    """Return what a file seems to be that is neither JSON nor a table of a sweep."""
+    """Return the likely kind of a file that is neither JSON nor a table of a sweep."""
     if not head:
         return "it is empty, or cut off"
     for magic, (what, _) in FOREIGN.items():
@@ -277,7 +277,7 @@ def _seems(head: bytes, columns: Sequence[str]) -> str:
 
 
 def _cells(data: bytes) -> list[dict[str, Any]]:
-    """Return the rows of a sweep's CSV, numbers and truths read back; empty cells are None."""
+    """Return the rows of a sweep's CSV, with numbers and booleans; empty cells are None."""
     rows = csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline=""))
     return [{name: _value(text) for name, text in row.items()} for row in rows]
 
@@ -294,13 +294,13 @@ def _value(text: str | None) -> Any:
 
 
 def _swept(rows: list[dict[str, Any]]) -> Document:
-    """Return the document that a sweep's rows are of."""
+    """Return the document of a sweep with these rows."""
     mode = "simulate" if rows and "goodput" in rows[0] else "compare"
     return {"schema": SCHEMA, "mode": mode, "cells": len(rows), "rows": rows}
 
 
 def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) -> Document:
-    """Return the page as its script draws it."""
+    """Return the data of the page for its script."""
     labels = _labels(paths)
     parts = []
     for result, path in zip(found, paths, strict=True):

@@ -34,6 +34,7 @@ from kvcore.pages.report_parts import (
     curves,
     heading,
     opening,
+    reason_tables,
     sections,
     sentences,
     settings,
@@ -55,11 +56,11 @@ from kvcore.units import NS_PER_S, format_seconds
 
 @attrs.frozen
 class SeenGrid:
-    """The grid of a sweep, as its rows show it.
+    """The grid of a sweep, found from its rows.
 
     Attributes:
-        mode: of its cells.
-        axes: the values of each axis, in the order in which they come.
+        mode: mode of the cells.
+        axes: the values of each axis, in the order of the rows.
     """
 
     mode: str
@@ -67,15 +68,15 @@ class SeenGrid:
 
     @classmethod
     def of(cls, mode: str, rows: Sequence[Mapping[str, Any]]) -> SeenGrid:
-        """Return the axes. The pool is none where the others distinguish all cells."""
+        """Return the axes of rows; `blocks` is none if the others distinguish all cells."""
         seen = {
             name: [*dict.fromkeys(row[name] for row in rows)]
             for name in axes_of(mode)
             if rows and name in rows[0] and any(row[name] is not None for row in rows)
         }
         others = [name for name, values in seen.items() if len(values) > 1 and name != "blocks"]
-        told_apart = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
-        if told_apart and len(seen.get("blocks", ())) > 1:
+        distinct = len({tuple(row[name] for name in others) for row in rows}) == len(rows)
+        if distinct and len(seen.get("blocks", ())) > 1:
             del seen["blocks"]
         return cls(mode, seen)
 
@@ -105,7 +106,7 @@ class Swept(Result):
         )
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the best of each contest."""
+        """Return the best cell of each contest."""
         return self.report.headers, self.report.rows
 
     def parts(self) -> Iterator[Part]:
@@ -118,7 +119,11 @@ class Swept(Result):
         yield from self._charts()
         yield heading("All cells")
         rows = report.sweep.rows
-        measures = [each for each in MEASURES[grid.mode] if _told(each.column, rows)]
+        measures = [
+            each
+            for each in MEASURES[grid.mode]
+            if any(row[each.column] is not None for row in rows)
+        ]
         cells = [
             [
                 *(NONE if row[name] is None else as_text(row[name]) for name in grid.varied),
@@ -142,7 +147,12 @@ class Swept(Result):
         """Yield a chart for each measure, by the first axis of numbers; a line a policy."""
         grid, rows = self.grid, self.report.sweep.rows
         across = next(
-            (name for name in grid.varied if name not in POLICIES and _numeric(grid, name)),
+            (
+                name
+                for name in grid.varied
+                if name not in POLICIES
+                and all(type(value) in (int, float) for value in grid.axes[name])
+            ),
             None,
         )
         if across is None:
@@ -168,14 +178,6 @@ class Swept(Result):
                 Axis(title, unit),
                 curves(points, factor),
             )
-
-
-def _told(column: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    return any(row[column] is not None for row in rows)
-
-
-def _numeric(grid: SeenGrid, name: str) -> bool:
-    return all(type(value) in (int, float) for value in grid.axes[name])
 
 
 def _spread(values: Sequence[float]) -> bool:
@@ -222,7 +224,7 @@ class Planned(Result):
         return cls(name=name, report=PlanReport(plan))
 
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the fleets that do."""
+        """Return the fleets that meet the SLO."""
         return PLAN_HEADERS, self.report.rows
 
     def parts(self) -> Iterator[Part]:
@@ -253,14 +255,8 @@ class Planned(Result):
         yield from sentences(report.closing)
         yield from sentences("\n".join(plan.notes))
         options = {name: value for name, value in plan.setup.items() if name != "workload"}
-        line = command(
-            "plan",
-            plan.setup["workload"],
-            **options,
-            percentile=plan.percentile,
-            max_gpus=plan.max_gpus,
-        )
-        yield from again(line)
+        more = {"percentile": plan.percentile, "max_gpus": plan.max_gpus}
+        yield from again(command("plan", plan.setup["workload"], **options, **more))
 
 
 GRANTED = {
@@ -350,8 +346,7 @@ class Rerun(Result):
         }
         if "tiers" in changed:
             changed["tier"] = changed.pop("tiers") or "none"
-        line = command("replay", found.file, **changed, json=True)
-        yield from again(line)
+        yield from again(command("replay", found.file, **changed, json=True))
         yield from sentences(
             f"Regret and miss reasons are those of the trace: give {found.file} to `kvcore "
             "report` too.",
@@ -435,22 +430,6 @@ class Explained(Result):
         yield from table(
             "Missed tokens, in the order of the prompt", headers, rows, headers[:3]
         )
-
-
-def reason_tables(report: SummaryReport) -> Iterator[Part]:
-    """Yield the tables of miss reasons, with notes on reading them."""
-    headers = report.headers
-    yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
-    places = report.place_headers
-    yield from table("Where prompts part from earlier ones", places, report.place_rows)
-    headers = report.request_headers
-    yield from table(
-        "Requests that lost most to evictions, and for which most was evicted",
-        headers,
-        report.request_rows,
-        headers[1::2],
-    )
-    yield from sentences(report.notes)
 
 
 def _lost(document: Document) -> dict[str, MissedTokens]:

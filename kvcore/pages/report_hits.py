@@ -48,7 +48,7 @@ NEEDS_TRACE = (
 
 
 def _layout(document: Document, block_size: int) -> Any:
-    """Return what a report needs of the layout of a block; None where the document has none."""
+    """Return the fields of a block's layout that reports need; None without memory sizes."""
     memory = document.get("memory")
     if memory is None:
         return None
@@ -61,7 +61,7 @@ def _layout(document: Document, block_size: int) -> Any:
 
 
 def _needs_trace(source: Document, policy: str, blocks: int) -> Iterator[Part]:
-    """Yield how to make a trace of what a document sums up."""
+    """Yield the commands that make a trace for the result of a document."""
     yield from sentences(NEEDS_TRACE, "missing")
     run = command("compare", source, eviction=policy, blocks=blocks, trace="run.jsonl.gz")
     yield from sentences(f"{run}\n{command('report', 'run.jsonl.gz')} -o run.html", "command")
@@ -97,9 +97,9 @@ class HitResult(Result):
         """Return the lines of a chart: one a policy, and the cache that never evicts.
 
         Args:
-            colours: of policies that have one already; others are added. The optimum is ink.
-            after: what follows the names.
-            dash: of the lines.
+            colours: colours of policies, to which others are added. The optimum is ink.
+            after: text after the names.
+            dash: dash of the lines.
         """
         colours = {} if colours is None else colours
         points: dict[str, list[tuple[int, float]]] = {}

@@ -1,4 +1,4 @@
-"""What a report consists of, as its script draws it: headings, sentences, tables, charts."""
+"""Parts of a report, as JSON for its script: headings, sentences, tables and charts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 
 from kvcore.plugins.options import as_text
+from kvcore.report.misses import SummaryReport
 from kvcore.report.tables import plugin_text
 from kvcore.report.whatif import config_text
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -21,15 +22,15 @@ Section: TypeAlias = str | tuple[Sequence[str], Iterable[Sequence[object]], Iter
 """Sentences, or the headers of a table, its rows, and the headers that are flush right."""
 
 Part: TypeAlias = dict[str, Any]
-"""A part of a page as JSON: `kind` says which, and report.js what else it has."""
+"""A part of a page as JSON: its `kind`, and the fields that report.js reads for that kind."""
 
 DASHES = ("solid", "dash", "dot")
 
 COLOURS = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
-"""Names in shell.css, in the order in which lines take them."""
+"""Names of colours in shell.css, in the order of lines."""
 
 MOST_ROWS = 24
-"""Rows of the table that says in numbers what a chart shows."""
+"""Largest number of rows of the table with the numbers of a chart."""
 
 QUANTILES = 200
 """Steps of the line of a distribution."""
@@ -65,14 +66,14 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        name: its label.
-        x, y: its points, by ascending `x`.
+        name: label of the line.
+        x, y: its points, by ascending `x`; a `y` of None is a gap.
         colour: one of `COLOURS`, `ink` or `soft`.
         dash: `solid`, `dash` or `dot`.
         step: whether a value holds until the next point.
         points: whether the points are marked.
-        area: whether it is the upper edge of an area, on the one before.
-        label_at: the point that its name stands at.
+        area: whether the area down to the line before is filled.
+        label_at: index of the point beside which the name stands; -1: beside the last.
     """
 
     name: str
@@ -92,25 +93,25 @@ def heading(text: str) -> Part:
 
 
 def sentences(text: str, kind: str = "text") -> list[Part]:
-    """Return a paragraph for each line: of `text`, a `warning`, or a `command`."""
+    """Return each line of `text` as a paragraph of a kind, such as `warning` or `command`."""
     return [{"kind": kind, "text": line} for line in text.splitlines() if line]
 
 
 def opening(report: Any) -> Iterator[Part]:
-    """Yield the first part of a report: its title, and what was run."""
+    """Yield the first parts of a report: its headline, and its setup."""
     yield from sentences(report.headline)
     yield heading("What was run")
     yield from sentences(report.setup)
 
 
 def again(lines: str) -> Iterator[Part]:
-    """Yield the commands that make a result once more."""
+    """Yield the commands that reproduce a result."""
     yield heading("How to make it again")
     yield from sentences(lines, "command")
 
 
 def against(labels: Sequence[str]) -> list[str]:
-    """Return the headers of results side by side: the first, and others with the difference."""
+    """Return the headers of results side by side, each but the first with its difference."""
     first, *others = labels
     return [first, *(header for each in others for header in (each, f"against {first}"))]
 
@@ -121,9 +122,9 @@ def table(
     rows: Iterable[Sequence[object]],
     right: Iterable[str] | None = None,
 ) -> list[Part]:
-    """Return a table, or nothing where there are no rows.
+    """Return a table, or nothing without rows.
 
-    `right` are the headers of columns that are flush right; None: all but the first.
+    `right` are the headers of columns that are flush right; None: all except the first.
     """
     cells = [list(map(str, row)) for row in rows]
     flush = set(headers[1:] if right is None else right)
@@ -143,16 +144,16 @@ def chart(
     marks: Iterable[tuple[float, str]] = (),
     numbers: Part | None = None,
 ) -> list[Part]:
-    """Return a chart with its numbers as a table, or nothing where there is no point.
+    """Return a chart with its numbers as a table, or nothing without points.
 
     Args:
-        title: its heading.
-        about: a sentence on what it shows, for who does not see it too.
+        title: heading of the chart.
+        about: a sentence on the content of the chart, also for readers who cannot see it.
         x: the horizontal axis.
         y: the vertical axis.
-        lines: what is drawn.
-        top: where the vertical axis ends; None: a little above the highest point.
-        marks: values of `x` that get a vertical line, with its label.
+        lines: the lines.
+        top: end of the vertical axis; None: a little above the highest point.
+        marks: values of `x` that get a vertical line, each with its label.
         numbers: the table; None: the values of the lines at up to `MOST_ROWS` of their points.
     """
     if x.log:
@@ -184,7 +185,7 @@ def bars(
     groups: Mapping[str, Sequence[float]],
     written: Callable[[float], str],
 ) -> list[Part]:
-    """Return a chart of a bar for each name and group; `written` labels it."""
+    """Return a chart with a bar for each name and group, which `written` labels."""
     texts = {group: list(map(written, values)) for group, values in groups.items()}
     headers = ["", *groups]
     rows = [[name, *(texts[group][at] for group in groups)] for at, name in enumerate(names)]
@@ -208,7 +209,7 @@ def distributions(
         steps = min(len(values), QUANTILES)
         ranks = [-(-step * len(values) // steps) for step in range(1, steps + 1)]
         shares = [100 * rank / len(values) for rank in ranks]
-        # Names at different heights, where lines that are alike do not hide them.
+        # Names stand at different heights, so that similar lines do not hide them.
         height = (place + 1) / (len(ordered) + 1)
         colour = COLOURS[place % len(COLOURS)]
         at = min(int(height * steps), steps - 1)
@@ -225,7 +226,7 @@ def distributions(
 
 
 def curves(points: Mapping[str, Iterable[tuple[float, float]]], factor: float) -> list[Line]:
-    """Return a line of points for each name, in distinct styles; `factor` scales the values."""
+    """Return a line for each name, in distinct styles; `factor` scales the values."""
     lines = []
     for place, (name, found) in enumerate(points.items()):
         row, column = divmod(place, len(COLOURS))
@@ -237,7 +238,7 @@ def curves(points: Mapping[str, Iterable[tuple[float, float]]], factor: float) -
 
 
 def _positive(line: Line) -> Line:
-    """Return the points of a line that have a place on a logarithmic axis."""
+    """Return a line without the points that a logarithmic axis cannot show."""
     points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x > 0]
     at = line.label_at
     if at >= 0:
@@ -246,7 +247,7 @@ def _positive(line: Line) -> Line:
 
 
 def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
-    """Return the table of a chart; of a step the value that holds, else that of the point."""
+    """Return the table of a chart: the values at points, and of steps those that hold."""
     places = sorted({value for line in lines for value in line.x})
     if len(places) > MOST_ROWS:
         last = len(places) - 1
@@ -267,8 +268,8 @@ class Result(ABC):
     """Base class of the results that a report shows.
 
     Attributes:
-        name: the file or folder, as given.
-        kind, plural: what it is, and several of them; without a plural they are called alike.
+        name: the file or folder.
+        kind, plural: the title of one result, and of several; an empty plural is as `kind`.
     """
 
     kind: ClassVar[str]
@@ -306,13 +307,29 @@ class Result(ABC):
 
 
 def sections(*given: Section) -> Iterator[Part]:
-    """Yield the parts of sentences and tables, as reports for terminals have them."""
+    """Yield the parts for the sentences and tables of a report for terminals."""
     for each in given:
         if isinstance(each, str):
             yield from sentences(each)
         else:
             headers, rows, right = each
             yield from table("", headers, rows, right)
+
+
+def reason_tables(report: SummaryReport) -> Iterator[Part]:
+    """Yield the tables of miss reasons, with notes on reading them."""
+    headers = report.headers
+    yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
+    places = report.place_headers
+    yield from table("Where prompts part from earlier ones", places, report.place_rows)
+    headers = report.request_headers
+    yield from table(
+        "Requests that lost most to evictions, and for which most was evicted",
+        headers,
+        report.request_rows,
+        headers[1::2],
+    )
+    yield from sentences(report.notes)
 
 
 def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -334,19 +351,19 @@ def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _wrappable(value: Any) -> str:
-    """Return a setting, with spaces between options, where its lines may break."""
+    """Return a setting as text, with spaces between options, at which lines may break."""
     text = config_text(value)
     return text.replace(",", ", ") if isinstance(value, Mapping) else text
 
 
 NO_SETTINGS = ("n", "t", "event", "schema")
-"""Fields of a header that are none, besides the coefficients of the latency plugin."""
+"""Fields of a header that are no settings."""
 
 
 def command(verb: str, *subjects: Any, **options: Any) -> str:
-    """Return a command line: a verb, its argument, and the options that are not None.
+    """Return a command line: a verb, its arguments, and the options that are not None.
 
-    Plugins, and a workload with its part, are what a trace's header has.
+    Plugins, and a workload with its part, have the form of a trace's header.
     """
     words = ["kvcore", verb]
     for subject in subjects:
@@ -372,7 +389,7 @@ def command(verb: str, *subjects: Any, **options: Any) -> str:
 
 
 def _option(name: str, value: Any) -> str:
-    """Return the value of an option as commands take it."""
+    """Return the value of an option in the form of a command line."""
     if name == "slo" and isinstance(value, Mapping):
         times = (f"{each}={ns / NS_PER_S:g}" for each, ns in value.items() if ns)
         return ",".join(times) or "none"
@@ -382,4 +399,4 @@ def _option(name: str, value: Any) -> str:
 
 
 FLAGS = ("json", "summary", "exact")
-"""Options without a value that are left out where they are false."""
+"""Flags that have no negative form: they are left out if they are false."""

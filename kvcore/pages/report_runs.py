@@ -1,10 +1,11 @@
-"""Runs in a report: what `simulate` and `run` wrote, and traces, one or side by side."""
+"""Runs in a report, one or side by side: the files of `simulate` and `run`, and traces."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,10 +16,9 @@ import orjson
 from kvcore.analysis import Explanation, RunSummary, explain
 from kvcore.analysis.miss_reasons import CATEGORIES, Summary
 from kvcore.analysis.recorded_run import recorded_run
-from kvcore.analysis.timeline import Timeline
+from kvcore.analysis.timeline import Series, Timeline
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
-from kvcore.pages.report_documents import reason_tables
 from kvcore.pages.report_parts import (
     COLOURS,
     Axis,
@@ -32,6 +32,7 @@ from kvcore.pages.report_parts import (
     command,
     distributions,
     heading,
+    reason_tables,
     sections,
     sentences,
     settings,
@@ -44,7 +45,7 @@ from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.plots import Latencies
 from kvcore.report.tables import counted, share
 from kvcore.report.whatif import run_rows
-from kvcore.serving.result import REQUESTS
+from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.trace import ServerReader, check_trace
 from kvcore.units import NS_PER_S, format_seconds
 
@@ -52,10 +53,7 @@ POINTS = 960
 """Points of a line over time."""
 
 WINDOWS = 40
-"""Windows of time in a trace, of hits and evictions."""
-
-TRACE = "trace.jsonl.gz"
-"""The name of the trace in a folder of a run."""
+"""Number of windows of time for hits and evictions."""
 
 SECONDS, OF_LOOKUPS = Axis("time", "s"), Axis("blocks looked up that hit", "%")
 
@@ -65,10 +63,10 @@ class RecordedTrace:
     """A trace that was read.
 
     Attributes:
-        file: its path, as given.
-        run: what can be summed up of its requests; None where its calls were made by hand.
-        explanation, misses: why its prompts missed, one by one and in sum.
-        timeline: what happened when.
+        file: path of the trace.
+        run: figures of its run; None if the calls of the cache were made by hand.
+        explanation, misses: the reasons of misses, by prompt and in sum.
+        timeline: the events over time.
     """
 
     file: str
@@ -84,7 +82,7 @@ class RecordedTrace:
         progress: Progress = silent,
         replica: int | str | None = None,
     ) -> RecordedTrace:
-        """Check a trace line by line, and read it; of a cluster that of a replica.
+        """Check a trace line by line, and read it; in a cluster, that of a replica.
 
         Raises:
             InputError: the file cannot be opened.
@@ -113,16 +111,22 @@ class RecordedTrace:
         """Whether a clock ran."""
         return bool(self.timeline.header["mode"] != "untimed")
 
+    @cached_property
+    def series(self) -> tuple[list[float], Series]:
+        """Times in seconds, and the state of the run at each of them, at most `POINTS`."""
+        series = self.timeline.series.thinned(POINTS)
+        return [ns / NS_PER_S for ns in series.time], series
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Run(Result):
     """A run: its summary and its requests, its trace, or both.
 
     Attributes:
-        summary: of `summary.json`, or of `--json`; None: there is a trace alone.
-        refusal: why the first request that was rejected was; None if none was.
-        latencies: of its requests; None: they are not known.
-        trace: what it recorded; None: there is none.
+        summary: the document in `summary.json`, or of `--json`; None: there is only a trace.
+        refusal: reason of the first rejection; None without a rejected request.
+        latencies: latencies of its requests; None if they are not known.
+        trace: its trace; None if there is none.
     """
 
     kind: ClassVar[str] = "Run"
@@ -135,7 +139,7 @@ class Run(Result):
 
     @classmethod
     def read(cls, folder: Path, summary: Mapping[str, Any], progress: Progress = silent) -> Run:
-        """Read what `simulate` or `run` wrote to a folder, beside its summary.
+        """Read the files that `simulate` or `run` wrote to a folder beside its summary.
 
         Raises:
             InputError: a file is damaged, or the result of a cluster.
@@ -301,8 +305,7 @@ class Run(Result):
     def pool(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], int]:
         """Return times in seconds, blocks in use then, blocks cached, and the pool's blocks."""
         if self.trace is not None:
-            series = self.trace.timeline.series.thinned(POINTS)
-            times = [ns / NS_PER_S for ns in series.time]
+            times, series = self.trace.series
             return times, series.private, series.cached, self.header["blocks"]
         assert self.summary is not None
         pool = self.summary["pool"]
@@ -313,7 +316,7 @@ class Run(Result):
         yield heading("Over time")
         times, used, cached, blocks = self.pool()
         both = [one + other for one, other in zip(used, cached, strict=True)]
-        # A trace tells which blocks are of one sequence alone, a summary which are of any.
+        # A trace counts blocks of one sequence alone, a summary those of any running sequence.
         names = ("of one request alone", "shared or cached")
         if self.trace is None:
             names = ("of running requests", "cached")
@@ -432,10 +435,8 @@ class Run(Result):
 
 
 def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
-    """Yield the charts that a trace alone has."""
-    timeline = trace.timeline
-    series = timeline.series.thinned(POINTS)
-    times = [ns / NS_PER_S for ns in series.time]
+    """Yield the charts that need a trace."""
+    timeline, (times, series) = trace.timeline, trace.series
     if trace.timed:
         yield from chart(
             "Requests",
@@ -509,7 +510,7 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
 
 
 def _shares(summary: Summary) -> tuple[list[str], list[float]]:
-    """Return where prompt tokens went, and how many."""
+    """Return the numbers of prompt tokens that hit, and that missed by the reason."""
     found = {"hit": summary.hit_tokens}
     found |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
     kept = {name: tokens for name, tokens in found.items() if tokens}
@@ -517,24 +518,25 @@ def _shares(summary: Summary) -> tuple[list[str], list[float]]:
 
 
 def _pools(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
+    """Yield the use of the pools over time; nothing if only some of the runs have traces."""
+    if len({run.trace is None for run in runs}) > 1:
+        return
     lines = []
     for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
         times, used, _, blocks = run.pool()
         percents = [100 * count / blocks for count in used]
         lines.append(Line(label, times, percents, colour, step=True))
-    told = "of one request alone" if all(run.trace for run in runs) else "of running requests"
-    axis = Axis(f"blocks {told}", "%")
-    about = f"The share of the pool's blocks that are {told}."
-    if len({run.trace is None for run in runs}) == 1:
-        yield from chart("The pool", about, SECONDS, axis, lines, top=100)
+    whose = "of running requests" if runs[0].trace is None else "of one request alone"
+    about = f"The share of the pool's blocks that are {whose}."
+    yield from chart("The pool", about, SECONDS, Axis(f"blocks {whose}", "%"), lines, top=100)
 
 
 def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
+    """Yield the hit ratios of traces over time."""
     lines = []
     for label, run, colour in zip(labels, runs, cycle(COLOURS), strict=False):
         if run.trace is not None:
-            series = run.trace.timeline.series.thinned(POINTS)
-            times = [ns / NS_PER_S for ns in series.time]
+            times, series = run.trace.series
             ratios = _percents(series.hit_ratio())
             lines.append(Line(label, times, ratios, colour, step=True))
     about = "The share of looked-up blocks that hit so far."
@@ -542,7 +544,7 @@ def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
 
 
 def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
-    """Yield where the prompt tokens of traces went, side by side."""
+    """Yield hits and misses by the reason of several traces, side by side."""
     found = {
         label: run.trace.misses
         for label, run in zip(labels, runs, strict=True)
@@ -556,30 +558,28 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
         if any(each.categories[name].tokens for each in found.values())
     ]
     tokens = {
-        label: [
-            100 * n / (each.prompt_tokens or 1) for n in (each.hit_tokens, *_lost(each, names))
-        ]
+        label: [each.hit_tokens, *(each.categories[name].tokens for name in names)]
         for label, each in found.items()
     }
+    shares = {
+        label: [100 * n / (found[label].prompt_tokens or 1) for n in numbers]
+        for label, numbers in tokens.items()
+    }
+    headers = ["hit", *map(spaced, names)]
     yield from bars(
         "Where the prompt tokens went",
         "The share of the prompt tokens that hit, and of those that missed by the reason.",
-        ["hit", *map(spaced, names)],
-        tokens,
+        headers,
+        shares,
         lambda percent: f"{percent:.1f}%",
     )
-    rows = [["hit", *(f"{each.hit_tokens:,}" for each in found.values())]]
-    rows += [
-        [spaced(name), *(f"{each.categories[name].tokens:,}" for each in found.values())]
-        for name in names
+    rows = [
+        [header, *(f"{n:,}" for n in numbers)]
+        for header, *numbers in zip(headers, *tokens.values(), strict=True)
     ]
     yield from table(
         "Prompt tokens that hit, and that missed by the reason", ["", *found], rows
     )
-
-
-def _lost(summary: Summary, names: Sequence[str]) -> list[int]:
-    return [summary.categories[name].tokens for name in names]
 
 
 def _simulation(header: Mapping[str, Any]) -> str:

@@ -15,21 +15,21 @@ HOST = "127.0.0.1"
 class PageServer(ThreadingHTTPServer):
     """HTTP server of one page: it answers GET and HEAD of `/`, and nothing else.
 
-    Only loopback is listened on, and only requests that name it as their host are answered: a
-    page of the internet whose name was made to point here gets nothing.
+    The server listens on loopback alone, and answers only requests with that address as their
+    host: a web site cannot read the page through a name that resolves to loopback.
 
     Args:
-        page: the file.
-        port: where to listen; 0 takes a free port.
+        page: the bytes of the page.
+        port: port to listen at; 0 takes a free one.
 
     Raises:
-        InputError: the port cannot be listened on.
+        InputError: the port is in use, or not permitted.
     """
 
     daemon_threads = True
 
     def __init__(self, page: bytes, port: int = 0) -> None:
-        """Listen."""
+        """Start to listen."""
         self.page = page
         try:
             super().__init__((HOST, port), _Handler)
@@ -41,13 +41,13 @@ class PageServer(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore that a browser has disconnected; report other errors."""
+        """Ignore errors of disconnected browsers; report others."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handles a request, without a log on stderr."""
+    """Answers a request, without a log on stderr."""
 
     server: PageServer
     server_version = "kvcore"
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - as above
 
     def end_headers(self) -> None:
-        """Add what keeps other pages from using this one. Its own policy is in the page."""
+        """Add headers that keep other pages from embedding or reading this one."""
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("X-Frame-Options", "DENY")
         self.send_header("Content-Security-Policy", "frame-ancestors 'none'")

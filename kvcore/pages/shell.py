@@ -1,8 +1,7 @@
 """One file that holds a page, its data and its scripts: it opens offline, without a server.
 
-What comes from a trace reaches the page as compressed data alone, never as markup or code, and
-a content security policy lets nothing run but the scripts that were written into the file, and
-nothing be fetched.
+The contents of a trace reach the page as compressed data alone, never as markup or code. A
+content security policy lets only the scripts in the file run, and nothing be fetched.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import orjson
 from kvcore.extras import import_extra
 
 LEVEL = 6
-"""Of compression: 9 takes four times as long for 2 % less."""
+"""Level of compression: 9 takes four times as long for 2 % less."""
 
 TEMPLATE = """\
 <!doctype html>
@@ -52,12 +51,13 @@ class Page:
     """A page, before it is one file.
 
     Attributes:
-        title: of the window; any text.
-        body: its markup, which holds nothing of a trace: see `escape`.
-        scripts, styles: files of `kvcore/pages/static`, after those that all pages have. The
-            scripts make one module, in this order.
-        data: what scripts ask for by name with `readJson`, or `readBytes` where it is bytes.
-        charts: whether the page draws curves, and so carries the charting library.
+        title: title of the window; any text.
+        body: markup of the page, without any contents of a trace.
+        scripts, styles: files of `kvcore/pages/static`, after those of all pages. The scripts
+            make one module, in this order.
+        data: data that scripts read by name: JSON values with `readJson`, bytes with
+            `readBytes`.
+        charts: whether the page has charts, and therefore the charting library.
     """
 
     title: str
@@ -102,24 +102,24 @@ def charting_library() -> bytes:
 
 @cache
 def _charts() -> str:
-    """Return the element with plotly.js, which takes longer to compress than all else."""
+    """Return the element with plotly.js; cached, as it takes longest to compress."""
     return _block("charts", charting_library())
 
 
 def _static(name: str) -> str:
     """Return a file of `kvcore/pages/static`."""
     text = (files("kvcore.pages") / "static" / name).read_text("utf-8")
-    # It would end the element that holds it.
+    # Such a tag would end the element with the text.
     assert "</script" not in text, name
     assert "</style" not in text, name
     return text
 
 
 def _block(name: str, value: Any) -> str:
-    """Return an element with data, compressed: nothing in it can be read as markup."""
+    """Return an element with compressed data, which cannot be read as markup."""
     try:
         raw = value if isinstance(value, bytes) else orjson.dumps(value)
-    except TypeError:  # the name of a file that is no Unicode: one slow way writes that
+    except TypeError:  # a file name that is no Unicode, which only `json` writes
         raw = json.dumps(value).encode()
     packed = b64encode(gzip.compress(raw, LEVEL, mtime=0)).decode()
     return f'<script type="application/gzip" id="data-{name}">{packed}</script>'

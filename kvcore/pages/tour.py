@@ -1,7 +1,7 @@
 """The tour for learners: six questions on the KV cache, each answered by a run of kvcore.
 
-Nothing that the page shows is made up: prompts are given below, and everything else is what the
-model, the cache and its traces make of them when the page is written.
+The prompts are given below; model, cache and traces compute everything else on the page when it
+is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""
 
 CODECS = ("fp16", "fp8-e4m3", "int8", "int4", "kivi:bits=2")
-"""What the calculator can keep K/V in."""
+"""Codecs of the calculator."""
 
 CALCULATOR_BLOCK = 16
 """Tokens of a block in the calculator: the default of `kvcore size`."""
@@ -65,7 +65,7 @@ def tour_page() -> bytes:
 
 
 def tour() -> dict[str, Any]:
-    """Run everything that the page shows; return its data, by the names of its parts."""
+    """Run all examples of the page; return its data, by the names of its parts."""
     return {
         "caching": _caching(),
         "memory": _memory(),
@@ -116,7 +116,7 @@ def _caching() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    """Return what the calculator computes with: bytes of blocks, of weights, and of GPUs."""
+    """Return the data of the calculator: bytes of blocks, of weights, and of GPUs."""
     return {
         "block_size": CALCULATOR_BLOCK,
         "codecs": CODECS,
@@ -154,36 +154,26 @@ def _layout(model: ModelSpec, codec: str) -> dict[str, int] | None:
 # Traces, line by line.
 
 
-@attrs.define
-class _Traced:
-    """The lines of a trace, as they were written and as events.
+def _traced(work: Callable[[Trace], object]) -> str:
+    """Call `work` with a trace, and return the lines that it writes."""
+    file = BytesIO()
+    with Trace(file) as trace:
+        work(trace)
+    return file.getvalue().decode()
 
-    Attributes:
-        lines: the text of the file.
-    """
 
-    lines: str
+def _events(lines: str) -> Iterator[tuple[str, Any, CacheState]]:
+    """Yield each line between HEADER and END, its event, and the cache after it."""
+    from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
 
-    @classmethod
-    def of(cls, work: Callable[[Trace], object]) -> _Traced:
-        """Call `work` with a trace, and return the trace."""
-        file = BytesIO()
-        with Trace(file) as trace:
-            work(trace)
-        return cls(file.getvalue().decode())
-
-    def events(self) -> Iterator[tuple[str, Any, CacheState]]:
-        """Yield each line between HEADER and END, its event, and the cache after it."""
-        from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
-
-        header, *lines, _ = self.lines.splitlines()
-        about = decode(header.encode())
-        assert isinstance(about, Header)
-        state = CacheState(about)
-        for line in lines:
-            event = decode(line.encode())
-            state.apply(event)
-            yield line, event, state
+    header, *between, _ = lines.splitlines()
+    about = decode(header.encode())
+    assert isinstance(about, Header)
+    state = CacheState(about)
+    for line in between:
+        event = decode(line.encode())
+        state.apply(event)
+        yield line, event, state
 
 
 def _ids(runs: Any) -> list[int]:
@@ -206,7 +196,7 @@ _SHARED_POOL = 12
 def _sharing() -> dict[str, Any]:
     """Run two requests that share a prefix and a fork of one, with each trace line."""
     texts = {name: text.split() for name, text in _TEXTS.items()}
-    # The time of a call is its number: so each line tells which call has written it.
+    # The time of a call is its number, so each line names the call that has written it.
     tokens: dict[int, dict[int, int]] = {}
 
     def work(trace: Trace) -> None:
@@ -247,26 +237,26 @@ def _sharing() -> dict[str, Any]:
         begin("C")
         end("C")
 
-    traced = _Traced.of(work)
+    lines = _traced(work)
     for name, answer in _ANSWERS.items():
         texts[name] = _TEXTS.get(name, _TEXTS["A"]).split() + answer.split()
     return {
         "blocks": _SHARED_POOL,
         "block_size": BLOCK,
-        "lines": traced.lines,
-        "frames": list(_sharing_frames(traced, texts, tokens)),
+        "lines": lines,
+        "frames": list(_sharing_frames(lines, texts, tokens)),
     }
 
 
 def _sharing_frames(
-    traced: _Traced, texts: Mapping[str, Sequence[str]], tokens: Mapping[int, Mapping[int, int]]
+    lines: str, texts: Mapping[str, Sequence[str]], tokens: Mapping[int, Mapping[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """Yield pool, tables and a sentence after each line."""
     names: dict[int, str] = {}
     words: dict[int, list[str]] = {}
     before: Mapping[int, int] = {}
     now = 0
-    for line, event, state in traced.events():
+    for line, event, state in _events(lines):
         if event.t > now:
             before, now = tokens.get(now, {}), event.t
         if event.event in ("HIT", "MISS"):
@@ -330,9 +320,9 @@ class _Sentence:
     Attributes:
         event: the event of the line.
         state: the cache after it.
-        names: of the sequences, by id.
-        holders: the names of those that have each block in their tables.
-        before: how many tokens each sequence had before the call that wrote the line.
+        names: names of the sequences, by id.
+        holders: names of the sequences with a block in their tables, by block.
+        before: numbers of tokens before the call that wrote the line, by sequence.
     """
 
     event: Any
@@ -354,7 +344,7 @@ class _Sentence:
         return list(self.state.sequences[self.event.seq].table())
 
     def request(self) -> str:
-        """Return what arrives."""
+        """Return a sentence on a request that arrives."""
         full, rest = divmod(self.event.prompt, BLOCK)
         return (
             f"Request {self.event.id} arrives with {self.event.prompt} tokens: {full} full "
@@ -401,7 +391,7 @@ class _Sentence:
         )
 
     def commit(self) -> str:
-        """Return which blocks have a key now."""
+        """Return a sentence on the blocks that get a key."""
         blocks = _listed(_touched(self.event, self.state))
         return (
             f"The model has computed {self._who}'s tokens. What is full, {blocks}, is entered "
@@ -409,7 +399,7 @@ class _Sentence:
         )
 
     def fork(self) -> str:
-        """Return who shares all blocks."""
+        """Return a sentence on the two sequences with the same blocks."""
         return (
             f"{self._who} is to have two answers, so it is forked: "
             f"{self.names[self.event.child]} gets a table with the very same blocks. Nothing "
@@ -417,7 +407,7 @@ class _Sentence:
         )
 
     def copy(self) -> str:
-        """Return which block is copied, and why."""
+        """Return a sentence on the block that is copied, and the reason."""
         who, source = self._who, self.event.source
         return (
             f"Copy-on-write: {who} is about to write into block {source}, which "
@@ -511,12 +501,12 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
             ),
         )
 
-    traced = _Traced.of(work)
+    lines = _traced(work)
     frames: list[dict[str, Any]] = [
         {"hit": 0, "evicted": [], "pool": []} for _ in range(len(prompts))
     ]
     before: list[str | None] = [None] * _EVICTION_POOL
-    for _, event, state in traced.events():
+    for _, event, state in _events(lines):
         frame = frames[event.t - 1]
         if event.event == "HIT":
             frame["hit"] = event.blocks
@@ -528,13 +518,13 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
                 letter, number = divmod(span.keys[place], 100)
                 before[block] = f"{chr(letter)}{number}"
         frame["pool"] = before
-    # What an eviction costs is known when the block is missed: by the next request for it.
+    # An eviction costs the next request for its block, if there is one.
     for turn, frame in enumerate(frames):
         frame["evicted"] = [
             {"block": label, "missed": _next_miss(label, prompts, turn)}
             for label in frame["evicted"]
         ]
-    return {"policy": policy, "lines": traced.lines, "frames": frames}
+    return {"policy": policy, "lines": lines, "frames": frames}
 
 
 def _next_miss(label: str, prompts: str, turn: int) -> int | None:
@@ -589,7 +579,7 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
         output.extend(result.outputs["story"])
 
     output: list[int] = []
-    traced = _Traced.of(serve)
+    lines = _traced(serve)
     frames = []
 
     def follow(trace: Trace) -> None:
@@ -610,7 +600,7 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
             )
         cache.close(seq)
 
-    alone = _Traced.of(follow)
+    cache_lines = _traced(follow)
     model, recorded = _attended("induction", [*ids, *output[:-1]], 1)
     heads, layer = model.spec.query_heads, model.spec.layers - 1
     looks = [
@@ -620,8 +610,8 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
     return {
         "name": name,
         "retention": retention,
-        "lines": traced.lines,
-        "cache_lines": alone.lines,
+        "lines": lines,
+        "cache_lines": cache_lines,
         "frames": frames,
         # Of the last layer, as a mean over its heads, if this text were read with nothing
         # forgotten: `[token][token that it attends to]`.

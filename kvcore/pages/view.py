@@ -21,7 +21,7 @@ SCRIPTS = (
     *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
     *("tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
-"""Of the page, in the order in which one needs another."""
+"""Scripts of the page, each after those that it needs."""
 
 
 def view_page(
@@ -35,10 +35,11 @@ def view_page(
 ) -> bytes:
     """Return a page that plays one trace, or two side by side.
 
-    Takes about 30 µs a line, and memory for all of the trace: up to 1.6 kB a line. The page
-    opens at the time `at` (ns); None: at the eviction that cost most. `notify` is called with
-    what of the traces is not in the page, which also says it itself. Of clusters the page has
-    one `replica`; of one that failed a life of it, as `1:2`.
+    Takes about 30 µs a line, and memory for the whole trace: up to 1.6 kB a line. The page
+    opens at the time `at` (ns); None: at the costliest eviction. `notify` is called with a
+    notice on each part of a trace that the page lacks; the page has the notice, too. Of the
+    trace of a cluster the page shows one `replica`, and of a replica that failed and returned
+    one of its lives, such as `1:2`.
 
     Raises:
         InputError: a file cannot be opened, or has no line in the window.
@@ -75,7 +76,7 @@ def view_page(
 
 
 def _left_out(name: str, side: Playback) -> Iterator[str]:
-    """Yield what of a trace a page does not have, and how to see it."""
+    """Yield a notice on the part of a trace that a page lacks, if it lacks any."""
     rows, times = len(side.rows["kind"]), side.rows["time"]
     if rows == side.lines:
         return
@@ -103,10 +104,10 @@ class Differences:
     """The evictions in which two traces differ, the left and the right one.
 
     Attributes:
-        blocks: of each trace a column: how many blocks of each row differ; none if the traces
-            cannot be compared.
-        note: what a reader must know: why nothing is marked, or which requests are in one
-            trace only; empty if there is nothing to say.
+        blocks: for each trace a column with the number of blocks of each row that differ;
+            empty if the traces cannot be compared.
+        note: why nothing is marked, or how many requests are in one trace only; empty if
+            neither is the case.
     """
 
     blocks: tuple[array[int], ...]

@@ -79,7 +79,7 @@ def record_run(
     )
 
 
-SUMMARY, REQUESTS = "summary.json", "requests.jsonl"
+SUMMARY, REQUESTS, TRACE = "summary.json", "requests.jsonl", "trace.jsonl.gz"
 
 
 @attrs.frozen

@@ -61,6 +61,20 @@ def test_keys_are_the_names_of_the_flags(document):
     assert (found["pool"]["block_size"], found["slo"]["ttft_s"]) == (32, 2)
 
 
+def test_a_share_is_a_share_on_the_command_line_too(document):
+    """`--new-token-ratio` takes what the key of a file does."""
+    told = document(f"{SMALL}new_token_ratio = 0.4\n")
+    assert told["config"]["batching"]["new_token_ratio"] == 0.4
+    assert document(SMALL, "--new-token-ratio", "0.4")["config"] == told["config"]
+
+
+def test_the_file_is_not_written_over(run, tmp_path):
+    """Not even by a trace."""
+    code, _, err = run(SMALL, "--trace", tmp_path / "run.toml")
+    assert (code, (tmp_path / "run.toml").read_text()) == (2, SMALL)
+    assert "--config and --trace name the same file" in err
+
+
 def test_flags_win(document):
     """What stands on the command line is what is run."""
     found = document(f'{SMALL}max_seqs = 4\neviction = "fifo"\n', "--max-seqs", 7)

@@ -68,6 +68,7 @@ def verb(monkeypatch):
                 raise outcome
             click.echo(outcome * times)
 
+        monkeypatch.setattr(frame, "ABOUT", {"act": "Do what the test says."})
         monkeypatch.setattr(frame, "VERBS", {"act": "verb_of_a_test"})
         monkeypatch.setitem(sys.modules, "verb_of_a_test", SimpleNamespace(act=act))
 
@@ -369,7 +370,7 @@ def test_help_shows_whole_summaries(verb, monkeypatch, capsys):
     """The list of verbs wraps a long first sentence instead of cutting it."""
     verb("done")
     sentence = f"Do {'what the test says ' * 8}to the end."
-    monkeypatch.setattr(sys.modules["verb_of_a_test"].act, "help", sentence)
+    monkeypatch.setitem(frame.ABOUT, "act", sentence)
     assert frame.run(["--help"]) == 0
     assert sentence in " ".join(capsys.readouterr().out.split())
 

@@ -98,6 +98,19 @@ def test_a_configuration_file_may_have_its_options(planned, tmp_path):
     assert (best["replicas"], best["gpus"]) == (2, 2)
 
 
+def test_numbers_in_a_file_may_be_a_list(planned, tmp_path):
+    """Of TOML, or text as on the command line; what is no number is refused."""
+    file = tmp_path / "plan.toml"
+    words = ("zipf:requests=30,rate=4", "--config", "plan.toml", "--json", "--max-gpus", "2")
+    found = []
+    for numbers in ("[1, 2]", '"1,2"'):
+        file.write_text(f'slo = "ttft=0.2"\ntensor_parallel = {numbers}\ntier = ["none"]\n')
+        found.append(json.loads(planned(*words).stdout)["plans"])
+    assert found[0] == found[1]
+    file.write_text('tensor_parallel = [1, "x"]\n')
+    assert "plan.toml: tensor_parallel: expected a whole number" in planned(*words).stderr
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_an_interrupted_search_goes_on_where_it_was(tmp_path):

@@ -91,7 +91,7 @@ def test_a_file_that_another_option_writes_is_refused(run, tmp_path):
     file = tmp_path / "same"
     code, out, err = run(*VERBS["simulate"], "--trace", file, "--prometheus", file)
     assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
-    assert "another option writes that file" in err
+    assert "--trace and --prometheus name the same file" in err
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_run(run, tmp_path):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -56,6 +60,29 @@ def test_options_come_from_a_file(routers, tmp_path):
         routers("--config", path, "--replicas", 3, "--blocks", 9, "--json")[1]
     )
     assert [each["blocks"] for each in document["shared"]] == [27]
+    path.write_text('routers = "round-robin"\nreplicas = [2, 4]\nblocks = 9\n')
+    document = json.loads(routers("--config", path, "--json")[1])
+    assert [each["blocks"] for each in document["shared"]] == [18, 36]
+
+
+def test_standard_input_is_read_in_this_process(tmp_path):
+    """Other processes cannot read it: more jobs are refused, and other pipes are."""
+    row = '{"timestamp": %d, "input_length": 600, "output_length": 2, "hash_ids": [1, %d]}\n'
+    text = "".join(row % (number, number + 2) for number in range(9))
+    os.mkfifo(tmp_path / "pipe")
+    found = []
+    for words in (["-"], ["-", "--jobs", "2"], [tmp_path / "pipe"]):
+        writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+        if words[0] != "-":
+            writer.start()
+        program = [sys.executable, "-m", "kvcore", "routers", *words, "--routers", "random"]
+        found.append(
+            subprocess.run(program, input=text, capture_output=True, text=True, check=False)
+        )
+    writer.join()
+    assert [done.returncode for done in found] == [0, 2, 2]
+    assert "WORKLOAD -: other processes cannot read it" in found[1].stderr
+    assert "WORKLOAD pipe: a pipe is read from - alone" in found[2].stderr
 
 
 def test_a_failure_is_served(routers):

@@ -325,7 +325,8 @@ compare W --trace x --memory 1GiB | of one size: add `--eviction NAME`
 compare W --trace x --eviction lru --blocks 1,2 | sizes given: 2
 compare W --trace x --eviction optimum --blocks 9 | there is no trace of it
 compare W --trace t.jsonl --eviction lru | in a pool of one size: add `--blocks N`
-compare W --trace t --csv t --eviction lru --blocks 9 | --csv and --trace would both write t
+compare W --trace t --csv t --eviction lru --blocks 9 | --trace and --csv name the same file
+curve W --out a.svg --plot ./a.svg | --out and --plot name the same file
 compare W --csv no/such.csv | cannot write no/such.csv
 compare W --csv '' | Invalid value for '--csv': empty path; name a file
 compare W --trace '' | Invalid value for '--trace': empty path; name a file
@@ -381,7 +382,8 @@ run --prompt a --threads 0 | error: threads must be 1 to
 run --prompt a --threads x | '--threads'
 run W --stop-at-eos | --stop-at-eos needs --clock wall
 run W --step-times x.csv | --step-times needs --clock wall
-run W --clock wall --step-times x --trace x | --trace and --step-times name the same file
+run W --clock wall --step-times x --trace x | --step-times and --trace name the same file
+run W --acceptance x --trace x | --acceptance and --trace name the same file
 run W --blocks 3 --memory 1GiB | both say how large the pool is
 run --prompt ' ' | has no tokens
 run W --trace a.jsonl --out b | --trace and --out both write a trace

@@ -351,7 +351,21 @@ def test_two_servers_cannot_have_one_port(server):
         check=False,
     )
     assert done.returncode == 2
-    assert f"port {port} of 127.0.0.1" in done.stderr
+    assert f"port {port} of 127.0.0.1: Address already in use" in done.stderr
+
+
+def test_events_that_are_not_published_are_not_sent_again():
+    """`--kv-replay` needs `--kv-events`."""
+    run = run_here("serve", "--kv-replay", "tcp://127.0.0.1:5558")
+    assert run.returncode == 2
+    assert "--kv-replay sends the events of --kv-events again" in run.stderr
+
+
+def test_times_of_a_file_may_be_numbers(tmp_path):
+    """Seconds, as text or not; the pool is refused after them."""
+    (tmp_path / "serve.toml").write_text('client_timeout = 5\ngrace = "500ms"\nblocks = 0\n')
+    run = run_here("serve", "--config", "serve.toml", cwd=tmp_path)
+    assert "serve.toml: blocks: a pool of 0 blocks" in run.stderr
 
 
 def test_no_character_is_cut():

@@ -1,4 +1,4 @@
-// Who has each block of a pool, in which colour it is shown, and what its life is.
+// The holder of each block of a pool, the colour in which it is shown, and its life.
 //
 //   Cache ──► Holdings: spans in tree order, ──► Colouring: a class ──► pool.js, tree.js
 //             then private blocks                for each block
@@ -75,7 +75,7 @@ class Holdings {
     });
   }
 
-  /** Return who has a block; null if it is free. */
+  /** Return the holder of a block; null if it is free. */
   holder(id) {
     return this.holders[this.of[id]] ?? null;
   }
@@ -352,7 +352,7 @@ class Colouring {
       (name !== "next" || all) && (name !== "tier" || (tiers[0] && tiers.every((each) => each === tiers[0]))));
   }
 
-  /** Return who has each block of a side now. */
+  /** Return the holders of a side's blocks now. */
   holdings(side) {
     let kept = this._holdings.get(side);
     // A cache goes on in place, and back as a copy: with the row, it tells the state.
@@ -610,7 +610,7 @@ class Life {
 
   /** Return the next row of some kinds that names the block as taken or given away; -1: none. O(rows). */
   _next(names) {
-    const { playback, id } = { playback: this.side.playback, id: this.id };
+    const { id, side: { playback } } = this;
     const { kind, d } = playback.columns;
     const wanted = new Uint8Array(playback.words.kinds.length);
     for (const name of names) wanted[playback.kinds[name]] = 1;

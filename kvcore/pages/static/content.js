@@ -1,4 +1,4 @@
-// Which blocks of prompts are the same content, who asks for it next, and what the optimum holds.
+// Contents of blocks: the blocks that are equal, the next request for each, and the optimum's share.
 //
 // A prompt shares its first blocks with its leader and has the rest for itself, so each content
 // has one name: the request that first had it, and the position there.
@@ -17,6 +17,11 @@ function firstIndex(length, holds) {
     else low = middle + 1;
   }
   return low;
+}
+
+/** Return how many of some ascending values are not above `limit`. O(log). */
+function countUpTo(values, limit) {
+  return firstIndex(values.length, (at) => values[at] > limit);
 }
 
 /** The contents of the prompts of a trace. */
@@ -61,7 +66,7 @@ class Contents {
     return firstIndex(this.order.length, (each) => this.admitted[this.order[each]] > row);
   }
 
-  /** Divide each request's own blocks where others part, and list who uses each part. */
+  /** Divide each request's own blocks where others part, and list the requests that use each part. */
   _uses() {
     const { leader, shared, lookup, blocks } = this.requests;
     const ends = Array.from(leader, () => new Set());

@@ -163,7 +163,7 @@ class CurvesPanel {
     const names = this.app.sides.flatMap(({ playback }) => (playback.header.tiers ?? []).map(({ tier }) => tier));
     const tiers = [...new Set(names)];
     const charts = this.app.sides.every(({ playback }) => playback.header.mode === "untimed")
-      ? CHARTS.filter(({ clocked }) => !clocked) : CHARTS; // without a clock nobody waits
+      ? CHARTS.filter(({ clocked }) => !clocked) : CHARTS; // without a clock no request waits
     if (!tiers.length) return charts;
     const of = (side, name) => (side.playback.header.tiers ?? []).findIndex(({ tier }) => tier === name);
     return [...charts, { title: "Tiers, blocks", curves: tiers.map((tier, number) => ({
@@ -199,8 +199,7 @@ class CurvesPanel {
     const { app } = this;
     const { left, width } = holder.getBoundingClientRect();
     const inside = width - CurvesPanel.LEFT - CurvesPanel.RIGHT;
-    app.play(false);
-    app.seek(app.begin + ((event.clientX - left - CurvesPanel.LEFT) / inside) * (app.end - app.begin));
+    app.visitPart((event.clientX - left - CurvesPanel.LEFT) / inside);
   }
 
   async _load() {
@@ -236,7 +235,7 @@ class CurvesPanel {
 
   draw() {
     const { app } = this;
-    const part = (app.time - app.begin) / Math.max(1, app.end - app.begin);
+    const part = app.part(app.time);
     const quick = app.keeps(this);
     const sides = quick ? [] : app.sides.map((side) => ({ side, lives: Lives.of(side), row: side.row }));
     for (const { clock, curves, plot, title } of this.charts) {

@@ -11,7 +11,7 @@ class Marks {
 
   /** Return how many blocks that differ were evicted up to `row`. */
   upTo(row) {
-    return this.sums[firstIndex(this.rows.length, (each) => this.rows[each] > row) - 1] ?? 0;
+    return this.sums[countUpTo(this.rows, row) - 1] ?? 0;
   }
 }
 
@@ -34,8 +34,7 @@ class DifferencesPanel {
       .sort((one, other) => app.order(one.side, one.row, other.side, other.row) || one.row - other.row);
     this.canvas = element("canvas", { id: "differences", role: "img", height: DifferencesPanel.HEIGHT });
     this.canvas.addEventListener("click", (event) => {
-      app.play(false);
-      app.seek(app.begin + ((app.end - app.begin) * event.offsetX) / this.canvas.clientWidth);
+      app.visitPart(event.offsetX / this.canvas.clientWidth);
     });
     const button = (label, title, id, way) =>
       element("button", { type: "button", title, id, onclick: () => this.go(way) }, label);
@@ -123,25 +122,19 @@ class DifferencesPanel {
     const { app, canvas } = this;
     const width = canvas.clientWidth;
     if (!width) return;
-    const scale = devicePixelRatio;
-    const key = `${width} ${scale}`;
-    if (key !== this.key) {
-      this.key = key;
-      canvas.width = width * scale;
-      canvas.height = DifferencesPanel.HEIGHT * scale;
+    if (width !== this.width) {
+      this.width = width;
       this.columns = this.marks.map(({ side, rows }) => {
         const column = new Float64Array(width);
         for (const row of rows) {
-          const part = (side.playback.times[row] - app.begin) / Math.max(1, app.end - app.begin);
-          column[Math.min(width - 1, Math.floor(width * part))] += side.differs(row);
+          const x = Math.floor(width * app.part(side.playback.times[row]));
+          column[Math.min(width - 1, x)] += side.differs(row);
         }
         return column;
       });
       this.most = Math.max(1, ...this.columns.map((column) => column.reduce((most, each) => Math.max(most, each), 0)));
     }
-    const context = canvas.getContext("2d");
-    context.setTransform(scale, 0, 0, scale, 0, 0);
-    context.clearRect(0, 0, width, DifferencesPanel.HEIGHT);
+    const { context } = fitCanvas(canvas, DifferencesPanel.HEIGHT);
     const middle = DifferencesPanel.HEIGHT / 2;
     this.columns.forEach((column, number) => {
       context.fillStyle = theme.colour(DifferencesPanel.COLOURS[number]);
@@ -154,7 +147,7 @@ class DifferencesPanel {
     context.fillStyle = theme.colour("line");
     context.fillRect(0, middle - 0.5, width, 1);
     context.fillStyle = theme.colour("ink");
-    context.fillRect(((width - 2) * (app.time - app.begin)) / Math.max(1, app.end - app.begin), 0, 2, DifferencesPanel.HEIGHT);
+    context.fillRect((width - 2) * app.part(app.time), 0, 2, DifferencesPanel.HEIGHT);
     canvas.setAttribute("aria-label", this.marks.map(({ side, rows }) =>
       `${side.name}: ${format.count(rows.length)} of ${format.counted(side.evictions.length, "eviction")} differ`).join("; "));
   }

@@ -51,21 +51,20 @@ class Lives {
 
   /** Return how many requests are in a phase after `row`. */
   countAt(kind, row) {
-    const upto = (rows) => firstIndex(rows.length, (each) => rows[each] > row);
-    return upto(this.starts[kind]) - upto(this.ends[kind]);
+    return countUpTo(this.starts[kind], row) - countUpTo(this.ends[kind], row);
   }
 
   /** Return how many blocks were evicted up to `row`. */
   evictedAt(row) {
     const { row: rows, blocks } = this.evictions;
-    return blocks[firstIndex(rows.length, (each) => rows[each] > row) - 1] ?? 0;
+    return blocks[countUpTo(rows, row) - 1] ?? 0;
   }
 
   /** Return what was hit of what was looked up in the `window` ns up to the time of `row`; null: nothing was. */
   ratioAt(row, window) {
     const { times } = this.playback;
     const { row: rows, lookups, hits } = this.admissions;
-    const last = firstIndex(rows.length, (each) => rows[each] > row) - 1;
+    const last = countUpTo(rows, row) - 1;
     const before = firstIndex(rows.length, (each) => times[rows[each]] > times[Math.max(0, row)] - window) - 1;
     const since = (sums, sum) => (sums[last] ?? sum) - (sums[before] ?? sum);
     const asked = since(lookups, this.before.lookups);

@@ -34,7 +34,7 @@ class Teller {
       HEADER: () => [`the run begins, with a pool of ${blocks(header.blocks)}`],
       END: () => ["the trace ends"],
       REQUEST: () => ["request ", who(), ` arrives: ${format.counted(requests.tokens[request], "token")} of prompt, ${format.count(requests.output[request])} to generate`],
-      PREFETCH: () => ["sequence opened ahead for request ", who(), ` to load from tiers; ${blocks(b)} of its prompt are cached`],
+      PREFETCH: () => ["sequence opened ahead for request ", who(), ` to load from tiers; ${blocks(b)} of its prompt ${b === 1 ? "is" : "are"} cached`],
       HIT: () => ["request ", who(), ` is admitted: ${b === 1 ? "the first block of its prompt is" : `the first ${format.count(b)} blocks of its prompt are`} cached${d ? ", its own from before it was preempted" : ""}`],
       MISS: () => ["request ", who(), `: block ${format.count(b)} of its prompt ${{
         absent: "is not cached", partial: "is the last, which is always computed", expired: "was cached and has expired", "no keys": "has no key to look up",
@@ -55,7 +55,7 @@ class Teller {
       COMPACT: () => ["request ", who(), ` keeps ${format.counted(b, "token")} of ${format.count(c)}, by ${this.retention}`],
       FREE: () => [{ close: "sequence of request ", duplicate: "request ", rollback: "request " }[words.freed[b]], who(), {
         close: ` is closed; ${blocks(moved())} of its own ${moved() === 1 ? "is" : "are"} free`,
-        duplicate: ` frees ${blocks(moved())} that are cached already`, rollback: ` drops its newest tokens: ${blocks(moved())} are free`,
+        duplicate: ` frees ${blocks(moved())} that are cached already`, rollback: ` drops its newest tokens: ${blocks(moved())} ${moved() === 1 ? "is" : "are"} free`,
       }[words.freed[b]]],
       FORK: () => ["request ", who(), `: sequence ${a} has a fork, sequence ${b}`],
       COPY: () => ["request ", who(), ` copies its last block, ${format.count(b)}, before it writes there: a fork has it too`],

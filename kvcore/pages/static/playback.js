@@ -278,14 +278,7 @@ class Playback {
 
   /** Return the last row that is not later than `time`. */
   rowAt(time) {
-    let low = -1;
-    let high = this.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.times[middle] <= time) low = middle;
-      else high = middle - 1;
-    }
-    return low;
+    return countUpTo(this.times, time) - 1;
   }
 
   /** Return what a row says: its kind by name, and the columns. */

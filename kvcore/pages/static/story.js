@@ -1,4 +1,4 @@
-// What evictions cost: who wanted the blocks again, and whether the optimum would have had them.
+// The cost of evictions: the next requests for the blocks, and whether the optimum would have had them.
 //
 //   EVICT ──► its blocks ──► the next request that looks them up ──► hit, or missed:
 //   `policy`, if the optimum hits them there, `capacity`, if it does not either; `dead`: there is none
@@ -29,7 +29,7 @@ class Costs {
     this.optimum = lookups ? ofOptimum / lookups : null;
   }
 
-  /** Return the share of what was cached, by time, that waited for nobody until it was evicted. O(rows). */
+  /** Return the share of the cached blocks, by time, that no request asked for before their eviction. O(rows). */
   _idle() {
     const { times, columns, kinds, words } = this.side.playback;
     const { kind, c, d, age } = columns;
@@ -64,7 +64,7 @@ class Costs {
 
   /** Return the last EVICT row that is not after `row`; -1: none. */
   before(row) {
-    return this.rows[firstIndex(this.rows.length, (each) => this.rows[each] > row) - 1] ?? -1;
+    return this.rows[countUpTo(this.rows, row) - 1] ?? -1;
   }
 
   /** Return the EVICT rows that cost most, the worst of each of `parts` equal spans of time, in order. */
@@ -97,7 +97,7 @@ class Costs {
 /** Return whether a span can be evicted now: no sequence holds it, and it ends a prompt. */
 const isEvictable = (span) => !span.pins && !span.children.size;
 
-/** What is in the pool now by what becomes of it: nobody wants it again, the optimum has it too, or it has not. */
+/** The cached blocks by their next use: there is none, the optimum has them then too, or it has not. */
 function outlook(side) {
   const { cache, row, contents, playback } = side;
   const found = { dead: 0, held: 0, late: 0, spans: [] };
@@ -180,7 +180,7 @@ class StoryPanel {
       element("ol", { class: "worst" }, items));
   }
 
-  /** Return what an EVICT took, and who missed it: most by the optimum's measure first. */
+  /** Return the blocks of an EVICT, and the requests that missed them: most by the optimum's measure first. */
   _eviction(row) {
     const missed = new Map();
     const sums = { dead: 0, hit: 0, capacity: 0, policy: 0 };

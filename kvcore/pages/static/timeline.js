@@ -1,6 +1,6 @@
-// The serving timeline: one row a sequence, and who was evicted for whom.
+// The serving timeline: one row a sequence, with arrows from evicted requests to those that evicted them.
 
-/** What is drawn how: a colour, and the lines of a pattern for those who wait. */
+/** How each phase is drawn: in a colour, with the lines of a pattern for requests that wait. */
 const BARS = {
   queued: { colour: "grey", lines: 1 },
   loading: { colour: "yellow", lines: 0 },
@@ -197,15 +197,12 @@ class TimelinePanel {
     const width = canvas.clientWidth;
     const height = canvas.clientHeight;
     if (!width) return;
-    const scale = devicePixelRatio;
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-    const pen = canvas.getContext("2d");
-    pen.scale(scale, scale);
+    const { context: pen } = fitCanvas(canvas, height);
     this.ink = Object.fromEntries(
       ["ink", "soft", "faint", "panel", "line", ...Object.values(BARS).map(({ colour }) => colour)].map((name) => [name, theme.colour(name)]));
     this.x = (row) => ((this._at(row) - window.start) / window.width) * width;
     pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "alphabetic";
     const room = height - TimelinePanel.AXIS;
     this._axis(pen, width, room);
     const { lives } = this;
@@ -361,7 +358,7 @@ class TimelinePanel {
     if (hollow) pen.stroke();
   }
 
-  /** Draw who was evicted, or preempted, for whom: of the request that is lit up. */
+  /** Draw the evictions and preemptions for the request that is lit up, and of it for others. */
   _links(pen, thick) {
     const { app, side, lives, places, ink } = this;
     const lit = app.lit(side);
@@ -376,7 +373,7 @@ class TimelinePanel {
     const arrow = (from, to, row) => {
       const [y, upto] = [places.get(from), places.get(to)];
       if (y === undefined || upto === undefined || from === to) return;
-      // From the row of the one who lost something, where that is, to the one who got it.
+      // From the row of the request that lost blocks or its place to the row of the other.
       const begin = Math.max(this.x(this.layout.begins[from]), Math.min(this.x(row), this.x(lives.ended[from])));
       const x = this.x(row);
       const down = upto > y ? 1 : -1;
@@ -434,7 +431,6 @@ class TimelinePanel {
   /** Say in words what is drawn, and what became of the request that is lit up. */
   _tell(seen) {
     const { app, side, lives, window } = this;
-    // While it plays, numbers that nobody could read need not be written for each frame.
     if (app.keeps(this)) return;
     const row = Math.max(0, side.row);
     const counts = PHASES.map((phase, kind) => [phase, lives.countAt(kind, row)]).filter(([, count]) => count);
@@ -507,5 +503,5 @@ class TimelinePanel {
 TimelinePanel.AXIS = 18;
 TimelinePanel.HEIGHTS = [18, 14, 11, 8, 6];
 TimelinePanel.LISTED = 50;
-TimelinePanel.QUEUE = 56; // px of the band of those who queue
+TimelinePanel.QUEUE = 56; // px of the band of queued requests
 TimelinePanel.STACK = ["decode", "prefill", "loading", "preempted", "queued"];

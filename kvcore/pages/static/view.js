@@ -114,13 +114,24 @@ class App {
     this.changed();
   }
 
+  /** Return where in the run a time (ns) is, from 0 to 1. */
+  part(time) {
+    return (time - this.begin) / Math.max(1, this.end - this.begin);
+  }
+
+  /** Stop, and go to a part of the run, from 0 to 1. */
+  visitPart(part) {
+    this.play(false);
+    this.seek(this.begin + part * (this.end - this.begin));
+  }
+
   /** Stop, and go to a row of a side: what a button does. */
   visit(side, row) {
     this.play(false);
     this.seekRow(side, row);
   }
 
-  /** Return whether a panel is to keep its numbers: while they change with each frame, nobody could read them. */
+  /** Return whether a panel is to keep its numbers: those that change with each frame cannot be read. */
   keeps(panel) {
     const now = performance.now();
     if (this.playing && now - (panel.drawnAt ?? -Infinity) < App.KEPT) return true;
@@ -209,10 +220,7 @@ class Controls {
     this.toggle.id = "play";
     this.scrubber = element("input", {
       type: "range", id: "scrubber", min: 0, max: Controls.STEPS, step: 1, value: 0, "aria-label": "Time",
-      oninput: () => {
-        app.play(false);
-        app.seek(app.begin + ((app.end - app.begin) * this.scrubber.value) / Controls.STEPS);
-      },
+      oninput: () => app.visitPart(this.scrubber.value / Controls.STEPS),
     });
     this.speed = element("select", {
       id: "speed", "aria-label": "Speed",
@@ -267,8 +275,9 @@ class Controls {
   draw() {
     const { app } = this;
     this.toggle.textContent = app.playing ? "Pause" : "Play";
-    const part = (app.time - app.begin) / Math.max(1, app.end - app.begin);
-    if (document.activeElement !== this.scrubber || app.playing) this.scrubber.value = Math.round(Controls.STEPS * part);
+    if (document.activeElement !== this.scrubber || app.playing) {
+      this.scrubber.value = Math.round(Controls.STEPS * app.part(app.time));
+    }
     this.scrubber.setAttribute("aria-valuetext", format.moment(app.time));
     if (document.activeElement !== this.when) this.when.value = (app.time / NS.s).toFixed(3);
     this.row.textContent = app.sides
