@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
@@ -262,6 +262,8 @@ class EvictionPolicyTests(ABC):
                 max_examples=self.machine_examples,
                 stateful_step_count=30,
                 deadline=None,
+                # To shrink a failing run takes minutes, and the other tests are small.
+                phases=[Phase.generate],
                 derandomize=True,
                 suppress_health_check=list(HealthCheck),
             ),
