@@ -1,4 +1,4 @@
-"""What the conformance kits of all kinds share: explained asserts, and advice on a plugin's class."""
+"""What all conformance kits share: explained asserts, and advice on the class of a plugin."""
 
 from __future__ import annotations
 
