@@ -45,7 +45,7 @@ class LatencyModelTests:
         check_is_named(self.make(), LatencyModel)
 
     def test_windows_are_told_apart(self) -> None:
-        """`windows` is a constant tuple of different windows, at least one: None, or from 1 on."""
+        """`windows` is a constant tuple of one or more different windows, None or from 1 on."""
         model = self.make()
         windows = model.windows
         assert isinstance(windows, tuple)

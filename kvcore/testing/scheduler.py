@@ -213,7 +213,7 @@ class ToyServer:
             self._recompute()
 
     def _check_order(self) -> None:
-        """Check that waiting jobs keep their order, and running jobs fall behind none of them."""
+        """Check that waiting jobs keep their order, and running ones stay ahead."""
         now, priority = self._now, self._scheduler.priority
         waiting = {job: priority(job, now) for job in self._waiting}
         queued = sorted(waiting, key=lambda job: (job.rank, job.serial))
