@@ -458,7 +458,7 @@ class TierTests(TierStoreTests):
         "rules", _RULES, ids=lambda rules: "-".join(map(str, rules.values()))
     )
     def test_random_traffic(self, rules: dict[str, Any]) -> None:
-        """With any rules, tier and cache keep their invariants, and decide alike when run again."""
+        """With any rules, tier and cache keep their invariants, and a second run is equal."""
         once, again = (_Traffic(self.make(**rules)).run(_RULES.index(rules)) for _ in range(2))
         assert once == again, "run again, it decided otherwise"
 
