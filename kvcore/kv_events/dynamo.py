@@ -54,7 +54,7 @@ class _Stored(msgspec.Struct):
 
 
 class _Removed(msgspec.Struct):
-    block_hashes: tuple[Count, ...]
+    block_hashes: tuple[int, ...]
 
 
 def matches(value: Any) -> bool:
@@ -86,7 +86,7 @@ def write_batch(batch: EventBatch) -> dict[str, Any]:
     """Return the line as a JSON value.
 
     Raises:
-        InputError: it is not one event of a worker with a number, or one that Dynamo has not.
+        InputError: it is not a single event with worker and number, or not one of Dynamo's.
     """
     if batch.seq is None or batch.source is None or len(batch.events) != 1:
         msg = "Dynamo writes one event a line, with worker (`source`) and number (`seq`)"

@@ -1,4 +1,4 @@
-"""Payloads of KV events: decoded in every format, recognised by their bytes, and encoded."""
+"""Payloads of KV events: recognised by their bytes, decoded in every format, and encoded."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ FORMATS = tuple(READERS)
 
 LARGEST_PAYLOAD = 1 << 26
 MOST_OBJECTS = 1 << 23
-"""Most texts, lists and maps in a payload: each takes up to 72 bytes of memory."""
+"""Most strings, lists and maps in a payload: each takes up to 72 bytes of memory."""
 DEEPEST = 24
 """Most levels of lists and maps in a payload."""
 
 _PACKED = ("msgpack", "mooncake")
 # First bytes of arrays and maps in msgpack; JSON begins with none of them.
 _CONTAINERS = frozenset((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
-# First bytes of texts, bytes, arrays and maps in msgpack.
+# First bytes of strings, bytes, arrays and maps in msgpack.
 _OBJECTS = bytes((*range(0x80, 0xC0), 0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB, *range(0xDC, 0xE0)))
 _SCALARS = {type(None), bool, int, float, str, bytes}
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Return the batch of a payload: one in msgpack, or one event in JSON. O(payload).
+    """Return the batch of a payload: a batch in msgpack, or a single event in JSON. O(payload).
 
     Events that cannot be parsed are kept as UnparsedEvent. Payloads above 64 MiB, nested deeper
     than 24 levels, or with so many small values that they would fill the memory, are refused.
 
     Raises:
-        TraceError: it is no batch of any format; says why, with the field.
+        TraceError: it is no batch of any format; with the field and the reason.
     """
     try:
         value, format_ = unpack(payload)
@@ -53,7 +53,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def encode(batch: EventBatch) -> bytes:
-    """Return the payload of a batch: of a decoded one, the values that it was decoded from.
+    """Return the payload of a batch; that of a decoded batch has its original values.
 
     Raises:
         InputError: the format cannot express what the batch holds.
@@ -68,7 +68,7 @@ def encode(batch: EventBatch) -> bytes:
 
 
 def unpack(payload: bytes) -> tuple[Any, str]:
-    """Return what a payload unpacks to, and the name of its format.
+    """Return the value of a payload, and the name of its format.
 
     Raises:
         DecodeError: it is too large, neither msgpack nor JSON, or of no format.
@@ -100,17 +100,17 @@ def unpack(payload: bytes) -> tuple[Any, str]:
 
 
 def json_format(value: Any) -> str | None:
-    """Return the name of the format that a JSON value is an event of; None: of none."""
+    """Return the name of the format of an event in JSON; None: it is of no format."""
     if tensorrt_llm.matches(value):
         return "trtllm"
     return "dynamo" if dynamo.matches(value) else None
 
 
 def read_value(value: Any, format: str) -> EventBatch:  # noqa: A002 - its name in a batch
-    """Return the batch that a payload of a format unpacks to.
+    """Return the batch of the value that a payload of a format unpacks to.
 
     Raises:
-        DecodeError: it is none, or holds what JSON cannot, bytes excepted.
+        DecodeError: it is no batch, or has values other than bytes that JSON cannot hold.
         InputError: there is no such format.
     """
     read = READERS[_known(format)]
@@ -121,7 +121,7 @@ def read_value(value: Any, format: str) -> EventBatch:  # noqa: A002 - its name 
 
 
 def write_value(batch: EventBatch) -> Any:
-    """Return what the payload of a batch unpacks to.
+    """Return the value that the payload of a batch unpacks to.
 
     Raises:
         InputError: the format cannot express what the batch holds, or is only read.
@@ -146,14 +146,14 @@ def _known(name: str) -> str:
 
 
 def _most_objects(payload: bytes, *, packed: bool) -> int:
-    """Return a bound of the texts, lists and maps in a payload, without decoding it."""
+    """Return a bound of the strings, lists and maps in a payload, without decoding it."""
     if packed:
         return len(payload) - len(payload.translate(None, _OBJECTS))
     return payload.count(b'"') // 2 + payload.count(b"[") + payload.count(b"{")
 
 
 def _fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
-    """Return where `value` has what JSON cannot hold, bytes excepted, and why; or None."""
+    """Return where `value` has a value other than bytes that JSON cannot hold, and why."""
     if depth > DEEPEST:
         return "", f"is nested more than {DEEPEST} levels deep"
     if type(value) is dict:

@@ -32,7 +32,7 @@ _NAMES = {
     "parent": "parent_hash",
     "tokens": "token_ids",
 }
-"""By attribute of an event: the name of its field here, where that is another."""
+"""Names of fields in this format, by attribute of an event, where they differ."""
 
 
 class _Stored(msgspec.Struct, rename=_NAMES, tag="stored", tag_field="event_type"):
@@ -68,7 +68,7 @@ def matches(value: Any) -> bool:
 
 
 def read_batch(value: Any) -> EventBatch:
-    """Return the batch that a payload unpacked to; its events that are wrong as UnparsedEvent.
+    """Return the batch of an unpacked payload; events that cannot be read as UnparsedEvent.
 
     Raises:
         DecodeError: it is no batch.

@@ -43,7 +43,7 @@ _NAMES = {
     "pages": "blocks",
     "parent": "parent_hash",
 }
-"""By attribute of an event: the name of its field here, where that is another."""
+"""Names of fields in this format, by attribute of an event, where they differ."""
 
 
 class _Created(msgspec.Struct, rename=_NAMES, tag="created", tag_field="type"):

@@ -39,7 +39,7 @@ from kvcore.kv_events.model import (
 LARGEST_TIME = 2**63
 
 MOST_EVENTS = 1 << 18
-"""Most events in a batch: one that is wrong takes 400 bytes, with its reason."""
+"""Most events in a batch: an unparsed one takes 400 bytes, with its reason."""
 
 _NAMES = {
     "hashes": "block_hashes",
@@ -47,10 +47,10 @@ _NAMES = {
     "tokens": "token_ids",
     "group": "group_idx",
 }
-"""By attribute of an event: the name of its field here, where that is another."""
+"""Names of fields in this format, by attribute of an event, where they differ."""
 
 _OPTIONAL = ("extra_keys", "group_idx")
-"""Fields that vLLM leaves out where they are null."""
+"""Fields that vLLM omits if they are null."""
 
 
 class _Stored(msgspec.Struct, kw_only=True, rename=_NAMES, tag="BlockStored", tag_field="type"):
@@ -96,7 +96,7 @@ _REMOVED = (*_Removed.__struct_encode_fields__[:-1], *_TAIL)
 
 
 def read_batch(value: Any) -> EventBatch:
-    """Return the batch that a payload unpacked to; its events that are wrong as UnparsedEvent.
+    """Return the batch of an unpacked payload; events that cannot be read as UnparsedEvent.
 
     Raises:
         DecodeError: it is no batch.
@@ -163,15 +163,15 @@ def _event_by_name(value: list[Any]) -> dict[str, Any]:
     tag, items = (value[0] if value else None), value[1:]
     names: tuple[str, ...] = ()
     if tag == "BlockStored":
-        # Dynamo's layout has a slot before the group that vLLM's has not. vLLM's shows by an
-        # integer there, or by the null of a group that the text of a kind follows.
+        # Dynamo's layout has an item before the group, which vLLM's does not have. In vLLM's,
+        # an integer is there, or the null of a group with the string of a kind after it.
         first, second = (*items[len(_STORED) :], None, None)[:2]
         vllm = type(first) is int or (first is None and type(second) is str)
         names = (*_STORED, *(() if vllm else ("block_mm_infos",)), *_TAIL)
     elif tag == "BlockRemoved":
         names = _REMOVED
     fields = _by_name(names, items, first=1)
-    # An item that is null stands for none: a later one follows it.
+    # A null only holds the place of an item before a later one.
     return {"type": tag} | {
         name: item for name, item in fields.items() if item is not None or name not in names
     }

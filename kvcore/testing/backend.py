@@ -32,14 +32,14 @@ _windows = pytest.mark.parametrize(
 )
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
-"""Allowed difference of attention from that in fp64 over the same numbers.
+"""Allowed difference of attention from attention in fp64 over the same numbers, by dtype.
 
-Numbers are normally distributed, so outputs are below 5, and the tolerance is a few units in
+Numbers are normally distributed, so outputs are below 5, and a tolerance is a few units in
 their last place."""
 
 
 class BackendTests:
-    """Tests that every backend passes. Derive a `Test...` class that makes yours.
+    """Conformance tests of a backend; a derived `Test...` class makes the backend.
 
     `backend` (or `make`, if that needs fixtures of the instance) returns a new backend,
     made with the same options each time:
@@ -47,11 +47,12 @@ class BackendTests:
         class TestMine(BackendTests):
             backend = Mine
 
-    Random ragged batches are computed over pools full of NaN, and compared with attention
-    in fp64 over plain tensors. Needs torch. Tensors of another library need `numbers`.
+    Attention of random ragged batches, over pools that are full of NaN at first, is compared
+    with attention in fp64 over dense tensors. Needs torch. Override `numbers` for a backend
+    with tensors of another library.
 
     Attributes:
-        dtypes: dtypes that the backend can compute in; tests in other dtypes are skipped.
+        dtypes: dtypes that the backend supports; tests in others are skipped.
         tolerances: allowed absolute and relative difference of attention, by dtype.
     """
 
@@ -80,7 +81,7 @@ class BackendTests:
     @_dtypes
     @_seeds
     def test_paged_is_dense(self, seed: int, dtype: str) -> None:
-        """Attention over block tables equals that over plain tensors: any batch, any dtype."""
+        """Attention over block tables equals attention over dense tensors, in any dtype."""
         self.batch(seed, dtype).check()
 
     @_block_sizes
@@ -92,12 +93,12 @@ class BackendTests:
     @_windows
     @_seeds
     def test_windows_and_sinks(self, seed: int, window: int | None, sinks: int) -> None:
-        """A token sees the last `window` and the first `sinks`: in prefill and in decode."""
+        """A token attends to the last `window` tokens and the first `sinks`."""
         self.batch(seed).check(window=window, sinks=sinks)
 
     @_seeds
     def test_decode_alone(self, seed: int) -> None:
-        """Sequences with one new token each, short and long, with a window and without."""
+        """A batch of decode alone, of short and long contexts, with and without a window."""
         batch = self.batch(seed, lengths=[1] * 9)
         batch.check()
         batch.check(window=30, sinks=2)
@@ -105,7 +106,7 @@ class BackendTests:
     @pytest.mark.parametrize("group", [1, 2, 8])
     @pytest.mark.parametrize("kv_heads", [1, 2, 3])
     def test_query_heads_share(self, kv_heads: int, group: int) -> None:
-        """Neighbouring query heads share a K/V head, whether all, some, or each has its own."""
+        """Neighbouring query heads share a K/V head: all of them, some, or none."""
         self.batch(kv_heads, kv_heads=kv_heads, group=group).check()
 
     @_together
@@ -152,7 +153,7 @@ class BackendTests:
 
     @_seeds
     def test_what_left_the_window_is_not_read(self, seed: int) -> None:
-        """Blocks outside of window and sinks are not read: they may belong to others."""
+        """Blocks outside of window and sinks, which may belong to others, are not read."""
         window, sinks = 21, 5
         batch = self.batch(
             seed, lengths=[1, 7, 1, 30, 1, 1], contexts=[90, 80, 200, 100, 9, 333]
@@ -168,7 +169,7 @@ class BackendTests:
     @_together
     @_dtypes
     def test_reads_what_was_stored(self, dtype: str, together: bool) -> None:  # noqa: FBT001
-        """`read` returns the stored numbers exactly, for each layer."""
+        """`read` returns exactly the stored numbers of each layer."""
         batch = self.batch(2, dtype, together=together)
         batch.stored()
         assert all(batch.holds(number, table) for number, table in enumerate(batch.tables))
@@ -176,7 +177,7 @@ class BackendTests:
     @_adjacent
     @_dtypes
     def test_stores_rotated_keys(self, dtype: str, adjacent: bool) -> None:  # noqa: FBT001
-        """`store_rotated` stores keys as float64 rotates them, and values as they are."""
+        """`store_rotated` stores keys as fp64 rotates them, and values unchanged."""
         import torch  # noqa: PLC0415 - as above
 
         batch = self.batch(7, dtype, head_dim=24)
@@ -190,13 +191,12 @@ class BackendTests:
     @pytest.mark.parametrize("codec", ["fp8-e4m3", "int8", "int4"])
     @_adjacent
     def test_codes_rotated_keys(self, adjacent: bool, codec: str) -> None:  # noqa: FBT001
-        """Codes of rotated keys are those of keys that were rotated before.
+        """Keys that `store_rotated` encodes have the codes of keys rotated before `store`.
 
-        But for a few that rounding tips to the one beside. A backend that takes no codecs is
-        not asked.
+        Up to 1 % of the codes may differ, by rounding. Skipped for a backend without codecs.
         """
         if not self.make().takes_codecs:
-            pytest.skip("takes no codecs")
+            pytest.skip("supports no codecs: takes_codecs is False")
         made = Plugins().build("codec", codec)
         batch, plain = (self.batch(7, "fp32", head_dim=24, codec=made) for _ in range(2))
         rotated = self._store_rotated(batch, adjacent=adjacent)
@@ -211,9 +211,10 @@ class BackendTests:
                 assert values.equal(same)
 
     def _store_rotated(self, batch: RandomBatch, *, adjacent: bool) -> list[list[Tensor]]:
-        """Store all tokens with two thirds of each key rotated; return keys as in fp64.
+        """Store all tokens, two thirds of each key rotated; return the keys as fp64 has them.
 
-        The first layer by tables with a row for each token, the second by tables of positions.
+        The first layer uses tables with a row for each token, the second tables with a row for
+        each position.
         """
         import torch  # noqa: PLC0415 - as above
 
@@ -240,7 +241,7 @@ class BackendTests:
         ]
 
     def test_reads_copies(self) -> None:
-        """The tensors that `read` returned do not change when the block is written."""
+        """Tensors that `read` has returned do not change when their block is written."""
         batch = self.batch(2)
         batch.stored()
         keys, _ = batch.backend.read(0, batch.tables[0], 1)
@@ -252,7 +253,7 @@ class BackendTests:
     def test_weighs_tokens(self, seed: int, window: int | None, sinks: int) -> None:
         """`attend_weighed` has the output of `attend`, and sums of the attention weights.
 
-        A backend that does not tell the weights says so.
+        Skipped if the backend raises InputError: it does not return weights.
         """
         self.batch(seed).check_weighed(window=window, sinks=sinks)
         self.batch(seed, lengths=[1] * 9).check_weighed(window=window, sinks=sinks)
@@ -260,9 +261,9 @@ class BackendTests:
     @pytest.mark.parametrize("alike", [False, True], ids=["by head", "alike"])
     @_seeds
     def test_windows_go_by_position(self, seed: int, alike: bool) -> None:  # noqa: FBT001
-        """Of a sequence that has lost tokens, a window sees those at the positions it holds.
+        """After a compaction, a window is counted in positions, not in held tokens.
 
-        A backend that cannot refuses the plan.
+        Skipped if the backend refuses such a plan by InputError.
         """
         contexts, lengths = [30, 25, 0, 60], [1, 20, 30, 7]
         batch = self.batch(seed, contexts=contexts, lengths=lengths, value_dim=16)
@@ -271,7 +272,7 @@ class BackendTests:
     @_together
     @_dtypes
     def test_moves_tokens(self, dtype: str, together: bool) -> None:  # noqa: FBT001
-        """Tokens change places in each head by itself: all are read before one is written."""
+        """`move_tokens` moves the tokens of each head as if all at once."""
         import torch  # noqa: PLC0415 - as above
 
         batch = self.batch(6, dtype, contexts=[0], lengths=[50], room=1, together=together)
@@ -299,7 +300,7 @@ class BackendTests:
 
     @_together
     def test_copies_blocks(self, together: bool) -> None:  # noqa: FBT001
-        """A copy has all layers, and is independent of its source: copy-on-write."""
+        """A copy of a block has its K/V in all layers, and is independent of it."""
         batch = self.batch(3, contexts=[0], lengths=[40], room=40, together=together)
         batch.stored()
         (table,) = batch.tables
@@ -317,9 +318,9 @@ class BackendTests:
         together: bool,  # noqa: FBT001
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Blocks change places as if all at once, in chains and cycles of any length.
+        """`move_blocks` moves blocks as if all at once, in chains and cycles of any length.
 
-        However many are copied at a time.
+        The number of bytes that are copied at a time makes no difference.
         """
         batch = self.batch(seed, together=together, room=20)
         size = batch.layout.bytes_per_block * (1, 5, 1000)[seed % 3]
@@ -337,7 +338,7 @@ class BackendTests:
             assert batch.holds(number, [to[block] for block in table])
 
     def test_refuses_moves_to_one_place(self) -> None:
-        """No two blocks can move to one place, nor one block to two; nothing has moved then."""
+        """Two moves that share a source or a target are refused, and change nothing."""
         batch = self.batch(0, room=3)
         batch.stored()
         (first, second, *_), (third, *_) = batch.spare, batch.tables[0]
@@ -349,7 +350,7 @@ class BackendTests:
     @_together
     @_dtypes
     def test_swaps(self, dtype: str, together: bool) -> None:  # noqa: FBT001
-        """Blocks swapped out and into other blocks hold the same K/V; others are untouched."""
+        """Blocks that are swapped out, and into other blocks, keep their K/V; others stay."""
         fixed: Any = {"contexts": [0, 0], "lengths": [40, 30], "room": 40}
         batch = self.batch(4, dtype, together=together, **fixed)
         batch.stored()
@@ -364,9 +365,9 @@ class BackendTests:
     @_together
     @_dtypes
     def test_gives_and_takes_bytes(self, dtype: str, together: bool) -> None:  # noqa: FBT001
-        """Bytes of full blocks, written into other blocks, are the same K/V; others stay.
+        """Bytes from `read_blocks`, written to other blocks, are the same K/V; others stay.
 
-        The bytes belong to the caller. A backend that gives none says so.
+        The buffer belongs to the caller. Skipped if `read_blocks` raises InputError.
         """
         fixed: Any = {"contexts": [0, 0], "lengths": [48, 30], "room": 60, "block_size": 16}
         batch = self.batch(4, dtype, together=together, value_dim=8, head_dim=24, **fixed)
@@ -414,7 +415,7 @@ class BackendTests:
         assert self.numbers(again).tolist() == [0.5, 3.0]
 
     def test_reports_its_memory(self) -> None:
-        """At least the pool is allocated; free memory is at most the total."""
+        """`memory` counts the pool at least, and no more free bytes than there are in total."""
         batch = self.batch(0)
         memory = batch.backend.memory()
         assert memory.allocated >= batch.layout.bytes
@@ -422,7 +423,7 @@ class BackendTests:
             assert 0 <= memory.free <= memory.total
 
     def test_refuses_what_does_not_fit(self) -> None:
-        """A pool that is too large is an error that names it, and leaves nothing allocated."""
+        """A pool that is too large is a StorageError with its size; no memory is kept."""
         backend = self.make()
         layout = random_layout(Random(0), dtype=self._wide, blocks=2**44)  # noqa: S311
         before = backend.memory().allocated
@@ -433,30 +434,30 @@ class BackendTests:
 
     @_seeds
     def test_equal_steps_are_equal(self, seed: int) -> None:
-        """The same step computes the same bytes, wherever in the pool its blocks lie."""
+        """Equal steps have equal bits, wherever in the pool their blocks are."""
         one, other = (self.batch(seed, shuffle=shuffle) for shuffle in (1, 2))
         assert one.attend(0, one.stored()).equal(other.attend(0, other.stored()))
 
     @property
     def _wide(self) -> str:
-        """The widest of `dtypes`."""
+        """Return the widest of `dtypes`."""
         return next(dtype for dtype in TENSOR_DTYPES if dtype in self.dtypes)
 
     def batch(self, seed: int, dtype: str | None = None, **fixed: Any) -> RandomBatch:
-        """Return a random batch of a new backend; `fixed` arguments are not random."""
+        """Return a random batch over a new backend; `fixed` arguments are not random."""
         dtype = dtype or self._wide
         if dtype not in self.dtypes:
-            pytest.skip(f"{qualified(type(self))} says it cannot compute in {dtype}")
+            pytest.skip(f"{qualified(type(self))} does not declare the dtype {dtype}")
         return RandomBatch.draw(
             seed, self.make(), self.numbers, self.tolerances[dtype], dtype=dtype, **fixed
         )
 
 
 _TIPPED = 0.01
-"""Difference of decoded keys that is more than rounding, and the part that may have it."""
+"""Difference of decoded keys above rounding, and the fraction that may have it."""
 
 LAYERS = 2
-"""Layers of random layouts."""
+"""Number of layers of random layouts."""
 
 _HALF = 0.5
 
@@ -481,8 +482,8 @@ class RandomBatch:
     """Sequences with all their K/V and queries on the host, and their blocks in a backend.
 
     Attributes:
-        backend: the backend, whose pool is full of NaN at first.
-        layout: layout of the pool.
+        backend: the backend.
+        layout: layout of its pool, which is full of NaN at first.
         tables: block ids of each sequence, in random order.
         spare: block ids that belong to no sequence.
         contexts: number of tokens before the step, of each sequence.

@@ -23,26 +23,26 @@ _parts = pytest.mark.parametrize("part", get_args(Part))
 _seeds = pytest.mark.parametrize("seed", range(2))
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 HEADS = 6
-"""Heads, perhaps of several blocks, that are coded in one call."""
+"""Number of heads, of one or several blocks, in a call of `encode`."""
 
 
 class CodecTests:
-    """Tests that every codec passes. Derive a `Test...` class that makes yours.
+    """Conformance tests of a codec; a derived `Test...` class makes the codec.
 
     `codec` (or `make`, if that needs fixtures of the instance) returns a new codec, made with
-    the same options each time, and `error` says how near a decoded number is:
+    the same options each time, and `error` bounds the error of a decoded number:
 
         class TestMine(CodecTests):
             codec = Mine
             error = 1 / 250
 
-    Rows are coded by themselves, then through the blocks of the `torch-cpu` backend. Needs
-    torch.
+    The tests encode and decode rows by the codec alone, then in blocks of the `torch-cpu`
+    backend. Needs torch.
 
     Attributes:
-        error: the greatest error of a number, as a share of the greatest absolute number of
-            its head in its block. Override `bound` for one that depends on more.
-        block_size, width: sizes that the codec can code: tokens of a block, width of a head.
+        error: largest error of a number, as a fraction of the largest absolute number of its
+            head in its block. Override `bound` if it depends on more.
+        block_size, width: sizes that the codec supports: tokens of a block, width of a head.
     """
 
     codec: ClassVar[Callable[[], Codec]]
@@ -55,9 +55,9 @@ class CodecTests:
         return type(self).codec()
 
     def bound(self, part: Part, rows: Tensor) -> Tensor:
-        """Return the greatest error of each of `rows`, `[n, tokens of a block, width]`.
+        """Return the largest error of `rows`, `[n, tokens of a block, width]`.
 
-        In fp64; it is expanded to their shape.
+        The tensor is fp64, of a shape that can be expanded to that of `rows`.
         """
         del part
         return self.error * rows.double().abs().amax((1, 2), keepdim=True)
@@ -72,7 +72,7 @@ class CodecTests:
 
     @_parts
     def test_planes_are_what_it_encodes(self, part: Part) -> None:
-        """Encoded rows have the shapes and dtypes of the planes, and so their bytes."""
+        """Encoded rows have the shapes and the bytes that `planes` declares."""
         codec = self.make()
         rows = _rows(self.block_size, self.width)
         planes = codec.planes(part, self.block_size, self.width)
@@ -87,7 +87,7 @@ class CodecTests:
     @_parts
     @_dtypes
     def test_round_trip(self, part: Part, dtype: str) -> None:
-        """Decoded numbers are within the bound: small ones, great ones, with an offset."""
+        """Decoded numbers are within the bound: small, large, with offset or outlier."""
         import torch  # noqa: PLC0415 - the kits are imported without it
 
         from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
@@ -109,7 +109,7 @@ class CodecTests:
 
     @_parts
     def test_heads_do_not_mix(self, part: Part) -> None:
-        """A head is coded in the same bytes alone and with others, and decoded so."""
+        """A head has the same codes, and the same decoded numbers, alone and with others."""
         codec = self.make()
         rows = _rows(self.block_size, self.width)
         together = codec.encode(part, rows)
@@ -121,10 +121,10 @@ class CodecTests:
 
     @_parts
     def test_tokens_are_coded_alone(self, part: Part) -> None:
-        """Where the codec says so, a token's bytes do not depend on its neighbours."""
+        """With `by_token`, the codes of a token do not depend on other tokens."""
         codec = self.make()
         if not codec.by_token(part):
-            pytest.skip(f"{part} are coded by blocks")
+            pytest.skip(f"{part} are encoded by blocks: by_token is False")
         rows = _rows(self.block_size, self.width)
         planes = codec.planes(part, self.block_size, self.width)
         assert all(plane.shape[0] == self.block_size for plane in planes)
@@ -138,7 +138,7 @@ class CodecTests:
     @_parts
     @pytest.mark.parametrize("constant", [0.0, 0.1, -3.0, 12.5])
     def test_constant_rows(self, part: Part, constant: float) -> None:
-        """Rows of one number are decoded to one number, within the bound; zero to zero."""
+        """Rows of a constant decode to a constant within the bound; zeros to zeros."""
         rows = _rows(self.block_size, self.width) * 0 + constant
         codec = self.make()
         found = codec.decode(part, codec.encode(part, rows)).double()
@@ -148,7 +148,7 @@ class CodecTests:
 
     @_parts
     def test_nan_is_not_lost(self, part: Part) -> None:
-        """A NaN is decoded to NaN, perhaps with numbers of its head in its block."""
+        """A NaN decodes to NaN; so may numbers of its head and block, and no others."""
         rows = _rows(self.block_size, self.width)
         rows[1, 2, 3] = nan
         codec = self.make()
@@ -159,7 +159,7 @@ class CodecTests:
     @_parts
     @pytest.mark.parametrize("sign", [1, -1])
     def test_infinity_stays_the_greatest(self, part: Part, sign: int) -> None:
-        """An infinite number is decoded to NaN, or beyond all others of its token."""
+        """An infinite number decodes to NaN, or to more than all others of its token."""
         rows = _rows(self.block_size, self.width)
         rows[1, 2, 3] = sign * inf
         codec = self.make()
@@ -168,7 +168,7 @@ class CodecTests:
 
     @_seeds
     def test_attends_to_what_it_decodes(self, seed: int) -> None:
-        """Attention over blocks is that in fp64 over decoded rows: chunks, windows, heads."""
+        """Attention over blocks equals attention in fp64 over decoded rows."""
         batch = self._ragged(seed)
         plan = batch.stored()
         coded = self.coded(batch)
@@ -178,7 +178,7 @@ class CodecTests:
 
     @_seeds
     def test_attention_is_near(self, seed: int) -> None:
-        """Attention is as near to that in fp64 over the rows themselves as the bound allows.
+        """Attention over blocks is as near to that over the rows as the bound implies.
 
         Scores change by at most d, the scale times the sum of |query| * bound of a key. The
         weights of a softmax then change by a total variation of at most tanh(d / 2), and its
@@ -213,7 +213,7 @@ class CodecTests:
 
     @_seeds
     def test_chunks_are_one_prefill(self, seed: int) -> None:
-        """Blocks hold the same, whether a prompt is stored at once or in several chunks."""
+        """A prompt that is stored in chunks has the K/V of one stored at once."""
         random = Random(seed)  # noqa: S311
         tokens = 2 * self.block_size + random.randint(1, self.block_size)
         batch = self.batch(seed, contexts=[0], lengths=[tokens])
@@ -223,7 +223,7 @@ class CodecTests:
         assert self.coded(batch).holds(0, batch.tables[0])
 
     def test_token_by_token(self) -> None:
-        """So it is for decoding sequences that fill their blocks at different times."""
+        """So do sequences that are stored token by token, and fill blocks unequally."""
         lengths = [self.block_size + 3, 2 * self.block_size]
         batch = self.batch(0, contexts=[0, 0], lengths=lengths)
         for token in range(max(lengths)):
@@ -233,7 +233,7 @@ class CodecTests:
         assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
 
     def test_a_block_is_written_again(self) -> None:
-        """After a rollback into a full block, tokens before it are near, those after it new."""
+        """After a rollback into a full block, kept tokens are near, and later ones new."""
         import torch  # noqa: PLC0415 - as above
 
         size = self.block_size
@@ -250,7 +250,7 @@ class CodecTests:
             torch.testing.assert_close(rows[:size], first, atol=0, rtol=0)
 
     def test_copies_part_in_two(self) -> None:
-        """A copy has what its source has, coded or not full yet; both go on by themselves."""
+        """A copy of a block, full or not, has its K/V; after that they are independent."""
         size = self.block_size
         batch = self.batch(3, contexts=[0, 0], lengths=[2 * size, 2 * size])
         shared = size + 5
@@ -265,7 +265,7 @@ class CodecTests:
         assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
 
     def test_moves(self) -> None:
-        """Blocks that change places hold the same, coded or not full yet, and go on there."""
+        """Blocks that move keep their K/V, full or not, and can be filled up after it."""
         size = self.block_size
         batch = self.batch(5, contexts=[0, 0], lengths=[2 * size, size + 9], room=1)
         batch.store([0, 0], [size + 5, size + 3])
@@ -278,7 +278,7 @@ class CodecTests:
         assert coded.holds(1, [d, e])
 
     def test_swaps(self) -> None:
-        """Blocks swapped out and into others hold the same, and go on there."""
+        """Blocks that are swapped out and in keep their K/V, and can be filled up after it."""
         size = self.block_size
         batch = self.batch(4, contexts=[0, 0], lengths=[size + 5, size + 9], room=4)
         batch.store([0, 0], [size + 5, size + 3])
@@ -294,7 +294,7 @@ class CodecTests:
         assert coded.holds(1, targets)
 
     def test_gives_and_takes_bytes(self) -> None:
-        """Bytes of full blocks, written into others, are the same K/V, and go on there."""
+        """Bytes from `read_blocks`, written to other blocks, are the same K/V."""
         size = self.block_size
         batch = self.batch(4, contexts=[0, 0], lengths=[2 * size, size + 9], room=4)
         batch.store([0, 0], [2 * size, size + 3])
@@ -311,7 +311,7 @@ class CodecTests:
         assert coded.holds(1, [targets[2], other[1]])
 
     def test_fills(self) -> None:
-        """`fill` sets the given blocks, coded or not full yet, and no others."""
+        """`fill` sets the given blocks, full or not, and no others."""
         size = self.block_size
         batch = self.batch(5, contexts=[0, 0], lengths=[size + 5, size + 5])
         batch.stored()
@@ -325,9 +325,9 @@ class CodecTests:
     @pytest.mark.parametrize("left", [0, 1])
     @_seeds
     def test_moves_tokens(self, seed: int, left: int) -> None:
-        """Compaction: chosen tokens, in each head its own, lie in fewer blocks, and go on.
+        """A compaction keeps the chosen tokens of each head, in fewer blocks.
 
-        Tokens that are coded alone keep their bytes; others are near to what they were.
+        Tokens that are encoded by themselves keep their codes; others are within the bound.
         """
         import torch  # noqa: PLC0415 - as above
 
@@ -337,7 +337,7 @@ class CodecTests:
         batch.stored()
         (table,) = batch.tables
         before = [self._coded_rows(p, r[0][0]).double() for p, r in _halves(batch)]
-        # Its own first block, which lends places, and its last one or a new one.
+        # Its own first block, and its last one or a new one.
         into = [table[0], table[-1] if left else batch.spare[0]][: -(-kept // size)]
         moves = []
         chosen = torch.empty(kept, batch.layout.kv_heads, dtype=torch.int64)
@@ -359,7 +359,7 @@ class CodecTests:
             assert ((rows - expected).abs() <= near).all()
 
     def batch(self, seed: int, **fixed: Any) -> RandomBatch:
-        """Return a random batch over a new backend that keeps K/V in this codec."""
+        """Return a random batch over a new backend that stores K/V by this codec."""
         try:
             backend = Plugins().build("backend", "torch-cpu")
         except KvcoreError as error:
@@ -378,7 +378,7 @@ class CodecTests:
         )
 
     def coded(self, batch: RandomBatch) -> RandomBatch:
-        """Return the batch with K/V as it is read from full blocks and the last ones."""
+        """Return the batch with its K/V as decoded from full blocks."""
         keys, values = (
             [[self._coded_rows(part, rows) for rows in layer] for layer in half]
             for part, half in _halves(batch)
@@ -386,13 +386,13 @@ class CodecTests:
         return attrs.evolve(batch, keys=keys, values=values)
 
     def _ragged(self, seed: int) -> RandomBatch:
-        """Return sequences that prefill and decode, in blocks that are full or not."""
+        """Return a batch of prefill and decode, with last blocks that are full or not."""
         size = self.block_size
         contexts = [0, 2 * size + 3, size - 1, size, 5]
         return self.batch(seed, contexts=contexts, lengths=[size + 5, 1, 4, 1, 1])
 
     def _coded_rows(self, part: Part, rows: Tensor) -> Tensor:
-        """Return `[tokens, heads, width]` as read; tokens of a part of a block may wait."""
+        """Return `[tokens, heads, width]` as decoded; a block may be encoded only once full."""
         codec, done = self.make(), len(rows)
         if not codec.by_token(part):
             done -= done % self.block_size
@@ -407,7 +407,7 @@ class CodecTests:
         return out
 
     def _errors(self, part: Part, rows: Tensor) -> Tensor:
-        """Return the bound of each of `[tokens, heads, width]`."""
+        """Return the largest error of each number of `[tokens, heads, width]`."""
         count = -(-len(rows) // self.block_size) * self.block_size
         padded = rows[[min(place, len(rows) - 1) for place in range(count)]]
         blocks = padded.view(-1, self.block_size, *rows.shape[1:]).transpose(1, 2)
@@ -417,7 +417,7 @@ class CodecTests:
 
 
 def _halves(batch: RandomBatch) -> list[tuple[Part, list[list[Tensor]]]]:
-    """Return K and V of a batch."""
+    """Return the keys and the values of a batch."""
     return [("keys", batch.keys), ("values", batch.values)]
 
 
@@ -430,5 +430,5 @@ def _rows(tokens: int, width: int) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if both have the same numbers, or NaN, in the same places."""
+    """Return True if two tensors are equal, a NaN to a NaN."""
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -21,7 +21,7 @@ _MANY = 40
 
 
 class DrafterTests:
-    """What holds of every drafter. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a drafter; a derived `Test...` class makes the drafter.
 
     `drafter` (or `make`, if that needs fixtures of the instance) returns a new drafter, made
     with the same options each time:
@@ -29,12 +29,12 @@ class DrafterTests:
         class TestMine(DrafterTests):
             drafter = Mine
 
-    One of simulations (`accepted`) serves requests in simulated time. One that drafts tokens
-    (`kvcore.engine.TokenDrafter`) drafts for texts of some 30 tokens that a tiny model
-    continues, in blocks of 4, which needs torch.
+    A drafter for simulations (`accepted`) serves requests in simulated time. A drafter of
+    tokens (`kvcore.engine.TokenDrafter`) drafts continuations of texts of some 30 tokens for a
+    tiny model, in blocks of 4, which needs torch.
 
     Attributes:
-        generator: the model that is drafted for, as text.
+        generator: the model that verifies the drafts, as text.
     """
 
     drafter: ClassVar[Callable[[], Drafter]]
@@ -55,12 +55,12 @@ class DrafterTests:
         check_is_built_from_text(self.make())
 
     def test_drafts_a_token_or_more(self) -> None:
-        """Its limit is a whole number from 1 on."""
+        """`tokens`, the most tokens of a draft, is an integer of at least 1."""
         assert type(self.make().tokens) is int
         assert self.make().tokens >= 1
 
     def test_accepts_no_more_than_is_drafted(self) -> None:
-        """In a simulation: 0 <= accepted <= drafted <= the limit, the same whenever asked."""
+        """In a simulation, 0 <= accepted <= drafted <= the limit, in any order of calls."""
         first, other = (self._attached() for _ in range(2))
         asked = [(name, index) for name in (7, "x") for index in range(1, _MANY)]
         limits = range(1, first.tokens + 1)
@@ -74,7 +74,7 @@ class DrafterTests:
             assert other.accepted(_request(name), index, most) == answer
 
     def test_costs_whole_picoseconds(self) -> None:
-        """A step with drafts takes no negative time, in whole picoseconds."""
+        """The duration of a step with drafts is an integer of picoseconds, and not negative."""
         drafter = self._attached()
         works = StepWork(0, (0,), 3, (60,)), StepWork(9, (45,), 0, (0,))
         for work, drafts in zip(works, ([1, 0, drafter.tokens], []), strict=True):
@@ -84,14 +84,15 @@ class DrafterTests:
 
     @pytest.mark.parametrize("blocks", [200, 26])
     def test_output_is_that_without_it(self, blocks: int) -> None:
-        """On tensors: every text goes on as without drafts, also where blocks run out."""
+        """On tensors, outputs are those without drafts, also where blocks run out."""
         self._needs_tokens()
-        assert self._run(self.make(), blocks)[0] == self._run(None, 200)[0]
+        drafted, plain = self._run(self.make(), blocks)[0], self._run(None, 200)[0]
+        assert drafted == plain, "with drafts, the output is another"
 
     def test_runs_are_repeated(self) -> None:
-        """Equal runs have equal traces, byte by byte."""
+        """Two equal runs have the same outputs, and the same trace to the byte."""
         runs = [self._run(self.make(), 30) for _ in range(2)]
-        assert runs[0] == runs[1]
+        assert runs[0] == runs[1], "run again, its output or its trace is another"
 
     def _needs_tokens(self) -> TokenDrafter:
         drafter = self.make()

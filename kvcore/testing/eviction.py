@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
@@ -33,7 +33,7 @@ from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 _KEY = 6
 _BLOCKS = 15
 _HINTS = Traffic(key_tokens=_KEY, hints=True)
-# Dead entries a policy may keep until it tidies up.
+# Evicted spans that a policy may refer to until it compacts its heap.
 _SLACK = 128
 _MANY = 100
 _STAY = 0.5
@@ -41,20 +41,20 @@ _seeds = pytest.mark.parametrize("seed", range(4))
 
 
 class EvictionPolicyTests(ABC):
-    """The tests that every eviction policy passes. A derived `Test...` class makes the policy.
+    """Conformance tests of an eviction policy; a derived `Test...` class makes the policy.
 
         class TestMine(EvictionPolicyTests):
             def make(self):
                 return Mine()
 
-    The cache is driven at random, with many sequences open at once, and serially. Nothing but
-    decisions is compared. `copy.deepcopy` copies cache and policy together, and the copy has
-    to decide as the original does: all state of a policy is in its attributes and in
-    `span.data`, none of it in its class, in its module, or in objects that cannot be copied
-    (files, locks, generators).
+    The tests drive caches with random calls, with many sequences open at once and with one
+    after the other, and compare decisions: hits, victims, refusals. `copy.deepcopy` copies
+    cache and policy together, and the copy must decide as the original does: all state of a
+    policy is in its attributes and in `span.data`, none of it in its class, in its module, or
+    in objects that cannot be copied (files, locks, generators).
 
     Attributes:
-        machine_examples: runs of the state machine.
+        machine_examples: number of runs of the state machine.
     """
 
     machine_examples: ClassVar[int] = 8
@@ -77,32 +77,32 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_victims_are_unpinned_leaves(self, seed: int) -> None:
-        """However many sequences are open, and asked twice it gives the same answer."""
+        """Each victim is an unpinned leaf, and a second call of `victim` returns it again."""
         decisions = self.driver().run(random_steps(seed, 200, _HINTS))
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
 
     @_seeds
     def test_many_leaves(self, seed: int) -> None:
-        """The same holds among more leaves than a policy that drifts scores anew at once."""
+        """The same holds with more leaves than a policy with changing scores scores at once."""
         traffic = Traffic(key_tokens=_KEY, most_keys=2, width=2 * _MANY, longest_wait=2)
         decisions = self.replay(random_requests(seed, 3 * _MANY, traffic), _MANY)
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
 
     @_seeds
     def test_declares_that_spans_expire(self, seed: int) -> None:
-        """A policy that sets `span.expires` has `expires_spans = True`."""
+        """A policy that sets `span.expires` declares `expires_spans = True`."""
         self.driver().run(random_steps(seed, 100, _HINTS))
 
     @_seeds
     def test_decides_alike_when_run_again(self, seed: int) -> None:
-        """Two new policies take the same decisions: nothing depends on addresses or chance."""
+        """Two new policies make the same decisions: nothing depends on addresses or chance."""
         steps = random_steps(seed, 200, _HINTS)
         once, again = self.driver().run(steps), self.driver().run(steps)
         assert once == again, "run again, it decided otherwise"
 
     @_seeds
     def test_victims_leave_in_the_order_it_declares(self, seed: int) -> None:
-        """With `fixed_order`, blocks leave one by one, over time and for many, as at once."""
+        """With `fixed_order`, blocks evicted one at a time have the order of all at once."""
         if not vars(type(self.make())).get("fixed_order"):
             pytest.skip("its class does not say that the order of victims is fixed")
         orders = []
@@ -134,7 +134,7 @@ class EvictionPolicyTests(ABC):
 
     @pytest.mark.parametrize("seed", range(2))
     def test_clients_may_pin_and_demote(self, seed: int) -> None:
-        """It never answers with what a client has pinned, nor misses what was demoted."""
+        """Spans that a client has pinned are no victims; spans that it has demoted can be."""
         traffic = attrs.evolve(_HINTS, pins=True)
         driver = self.driver()
         decisions = driver.run(random_steps(seed, 200, traffic))
@@ -142,7 +142,7 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_a_copy_decides_alike(self, seed: int) -> None:
-        """A deep copy of cache and policy goes on exactly as the original does."""
+        """A deep copy of cache and policy makes the decisions of the original."""
         steps = random_steps(seed, 150, _HINTS)
         driver = self.driver()
         for start in range(0, len(steps), 50):
@@ -153,7 +153,7 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_refusals_and_probes_change_nothing(self, seed: int) -> None:
-        """Without the refused calls and the probes of a run, the decisions are the same."""
+        """A run without its refused calls and its probes has the same decisions."""
         steps = random_steps(seed, 150, attrs.evolve(_HINTS, mix=FORKS))
         careful, plain = self.driver(blocks=8), self.driver(blocks=8)
         decisions = [careful.careful_step(step) for step in steps]
@@ -168,7 +168,7 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_decides_alike_for_an_engine(self, seed: int) -> None:
-        """A host of blocks that an engine owns has the victims of a cache, block by block."""
+        """A `PolicyHost`, for blocks that an engine owns, has the victims of a `KVCache`."""
         mix = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1}
         steps = random_steps(seed, 200, attrs.evolve(_HINTS, mix=mix))
         policy, prefix = RecordingPolicy(self.make()), resolve("prefix", "hashed:spans=block")
@@ -183,7 +183,7 @@ class EvictionPolicyTests(ABC):
         assert owned == cached, "asked by a host, it decided otherwise"
 
     def test_spans_may_leave_without_being_victims(self) -> None:
-        """In a tier, what was loaded or is damaged leaves, however much it is worth keeping."""
+        """Spans that are no victims leave too: a tier drops loaded and damaged ones."""
         random, driver = Random(0), self.driver()  # noqa: S311
         tree, left = driver.cache.tree, 0
         for step in random_steps(0, 150, _HINTS):
@@ -198,17 +198,17 @@ class EvictionPolicyTests(ABC):
                 tree.discard(span, driver.now, "corrupt")
             left += before - tree.cached_blocks
             driver.cache.check_integrity()
-        assert left
+        assert left, "no block has left"
 
     def test_nothing_shared_nothing_hit(self) -> None:
-        """Where no two requests share a key there is no hit."""
+        """Requests that share no key have no hits."""
         requests = [_request(number, range(5 * number, 5 * number + 5)) for number in range(40)]
         hits = [decision.hit for decision in self.replay(requests)]
         assert not any(hits), f"blocks hit by each request: {hits}"
 
     @_seeds
     def test_room_for_everything_hits_everything(self, seed: int) -> None:
-        """In a pool that holds all there is, whatever was seen before is hit."""
+        """In a pool with room for all blocks, each key that an earlier request had is hit."""
         if self.make().expires_spans:
             pytest.skip("lets spans expire, however much room there is")
         requests = random_requests(seed, 60, Traffic(key_tokens=_KEY))
@@ -222,7 +222,7 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_requests_may_be_longer_than_the_pool(self, seed: int) -> None:
-        """They keep their leading blocks."""
+        """A request with more blocks than the pool keeps its leading ones."""
         requests = random_requests(seed, 60, _HINTS)
         for blocks in (1, 3):
             for accounting in ("keys", "tokens"):
@@ -234,9 +234,9 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_block_size_does_not_matter(self, seed: int) -> None:
-        """Three blocks a key in a pool of three times the blocks: the same decisions.
+        """Three blocks a key, in a pool of three times the blocks, give the same decisions.
 
-        Where a token costs the same to compute wherever it stands.
+        Every token costs the same to compute, wherever it stands.
         """
         requests = random_requests(seed, 150, Traffic(key_tokens=_KEY))
         coarse, fine = self.replay(requests), self.replay(requests, ratio=3)
@@ -246,7 +246,7 @@ class EvictionPolicyTests(ABC):
         assert evicted == _by_three(fine), "smaller blocks changed what was evicted"
 
     def test_forgets_what_has_left(self) -> None:
-        """What it keeps of spans that have left is bounded by the pool, not by the run."""
+        """Its references to evicted spans are bounded by the pool, not by the run."""
         hint = (Retention(0, None, 60, 10**18),)
         requests = [_request(number, [number], hint) for number in range(600)]
         driver = self.driver(blocks=8)
@@ -255,20 +255,22 @@ class EvictionPolicyTests(ABC):
         assert kept <= _SLACK, f"it still refers to {kept} spans that have left an 8-block pool"
 
     def test_state_machine(self) -> None:
-        """Nothing that can be done to a cache makes it fail."""
+        """Random calls of every kind keep the invariants of the cache."""
         run_state_machine_as_test(
             cache_machine(self.make, self.make_prefix),
             settings=settings(
                 max_examples=self.machine_examples,
                 stateful_step_count=30,
                 deadline=None,
+                # To shrink a failing run takes minutes, and the other tests are small.
+                phases=[Phase.generate],
                 derandomize=True,
                 suppress_health_check=list(HealthCheck),
             ),
         )
 
     def driver(self, *, blocks: int = _BLOCKS, ratio: int = 1, **options: Any) -> Driver:
-        """Return the driver of a new cache, in `keys` counting, of a new policy."""
+        """Return the driver of a new cache with a new policy; `options` are `KVCache`'s."""
         policy = self.make()
         reason = policy.unavailable()
         if reason is not None:
@@ -288,7 +290,7 @@ class EvictionPolicyTests(ABC):
     def replay(
         self, requests: Iterable[Request], blocks: int = _BLOCKS, **options: Any
     ) -> list[Decision]:
-        """Replay `requests` serially in a new cache."""
+        """Serve `requests` one after the other in a new cache; return the decisions."""
         driver = self.driver(blocks=blocks, **options)
         return replay(driver.cache, requests, _recording(driver).evicted)
 

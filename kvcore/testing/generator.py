@@ -32,7 +32,7 @@ _seeds = pytest.mark.parametrize("seed", range(3))
 
 
 class GeneratorTests:
-    """Tests that every generator passes. Derive a `Test...` class that makes yours.
+    """Conformance tests of a generator; a derived `Test...` class makes the generator.
 
     `generator` (or `make`, if that needs fixtures of the instance) returns a new generator,
     made with the same options each time, small enough to compute hundreds of tokens quickly:
@@ -40,12 +40,12 @@ class GeneratorTests:
         class TestMine(GeneratorTests):
             generator = Mine
 
-    It generates a few short texts in fp64, over a dense cache and over the paged one, and
-    its calls of `attend` are recorded. Needs torch.
+    The generator continues a few short texts in fp64, over a dense and over a paged cache; its
+    calls of `attend` are recorded. Needs torch.
 
     Attributes:
-        tolerance: allowed absolute and relative difference between two ways to compute the
-            same; 0 asks for equal bytes.
+        tolerance: allowed absolute and relative difference between the same numbers computed
+            in different batches and chunks; 0: they are equal to the bit.
     """
 
     generator: ClassVar[Callable[[], Generator]]
@@ -60,7 +60,7 @@ class GeneratorTests:
         check_is_named(self.make(), Generator)
 
     def test_says_what_it_is_before_it_is_loaded(self) -> None:
-        """Shape, vocabulary, windows and end tokens are known without weights, and fit."""
+        """Shape, vocabulary, windows and end tokens are known before `load`, and consistent."""
         generator = self.make()
         assert isinstance(generator.spec, ModelSpec)
         assert len(generator.windows) == generator.spec.layers
@@ -68,11 +68,11 @@ class GeneratorTests:
         assert all(0 <= token < generator.vocabulary for token in generator.eos_token_ids)
 
     def test_has_an_identity(self) -> None:
-        """`identity` is the same for a generator that is made again: tiers keep its K/V."""
+        """Equal options have one `identity`, by which tiers keep K/V; it is not empty."""
         assert self.make().identity() == self.make().identity() != ""
 
     def test_refuses_a_dtype(self) -> None:
-        """An unknown dtype is an InputError that names it."""
+        """`load` with an unknown dtype raises an InputError that names the dtype."""
         from kvcore.testing.dense import HostTensors  # noqa: PLC0415 - torch
 
         host: Any = HostTensors()
@@ -80,16 +80,16 @@ class GeneratorTests:
             self.make().load(host, "fp7")
 
     def test_attends_once_in_each_layer_in_order(self) -> None:
-        """Each layer is attended in once a step, in order, with its window."""
+        """A step calls `attend` once for each layer, in order, with the window of the layer."""
         generator = self._loaded()
         calls = self._watched(generator, _texts(generator, 0), chunk=5)
         layers = list(range(generator.spec.layers))
         for step in calls:
-            assert [call.layer for call in step] == layers
+            assert [call.layer for call in step] == layers, "layers of the calls of attend"
             assert tuple(call.window for call in step) == tuple(generator.windows)
 
     def test_shapes(self) -> None:
-        """Queries, keys and values are `[tokens, heads, width]` of the model, in the dtype."""
+        """Queries, keys and values are `[tokens, heads, width]` of the spec, in the dtype."""
         generator = self._loaded()
         spec = generator.spec
         for step in self._watched(generator, _texts(generator, 0), chunk=5):
@@ -99,12 +99,12 @@ class GeneratorTests:
                     (call.count, spec.query_heads, spec.head_dim),
                     (call.count, spec.kv_heads, spec.head_dim),
                     (call.count, spec.kv_heads, spec.value_dim),
-                ]
+                ], f"queries, keys, values in layer {call.layer}"
                 dtypes = {x.dtype for x in (call.queries, call.keys, call.values)}
                 assert dtypes == {call.expected}, f"{dtypes} in layer {call.layer}"
 
     def test_draws_where_it_is_asked_to(self) -> None:
-        """It returns a token of the vocabulary where a step ends a text, else None."""
+        """A step returns a token for each text whose last token it computes, else None."""
         from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         generator = self._loaded()
@@ -113,13 +113,13 @@ class GeneratorTests:
         asked = [count == text.left for count, text in zip(counts, texts, strict=True)]
         attend = DenseCache().attend(range(len(texts)), counts)
         drawn = advance(generator, texts, counts, attend)
-        assert [token is not None for token in drawn] == asked
+        assert [token is not None for token in drawn] == asked, f"{drawn}, expected at {asked}"
         tokens = [token for token in drawn if token is not None]
         assert all(type(token) is int for token in tokens), tokens
         assert all(0 <= token < generator.vocabulary for token in tokens), tokens
 
     def test_a_step_without_a_draw(self) -> None:
-        """A step of inner chunks alone returns no token."""
+        """A step that computes the last token of no text returns None for each."""
         from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         generator = self._loaded()
@@ -130,7 +130,7 @@ class GeneratorTests:
 
     @_seeds
     def test_is_deterministic(self, seed: int) -> None:
-        """Two generators with equal options compute the same bytes and the same tokens."""
+        """Two generators with equal options compute equal bits and equal tokens."""
         runs = []
         for _ in range(2):
             generator = self._loaded()
@@ -138,25 +138,25 @@ class GeneratorTests:
             rows = _by_text(texts, self._watched(generator, texts))
             runs.append((rows, [text.tokens for text in texts]))
         (first, tokens), (second, others) = runs
-        assert tokens == others
+        assert tokens == others, "run again, it generated other tokens"
         for one, two in zip(first, second, strict=True):
             _close(one, two, 0)
 
     @_seeds
     def test_does_not_depend_on_the_batch(self, seed: int) -> None:
-        """A text has the same K/V and output alone as in a batch."""
+        """The K/V and the output of a text are the same alone and in a batch."""
         generator = self._loaded()
         together, alone = _texts(generator, seed), _texts(generator, seed)
         rows = _by_text(together, self._watched(generator, together))
         for number, text in enumerate(alone):
             (mine,) = _by_text([text], self._watched(generator, [text]))
-            assert text.tokens == together[number].tokens
+            assert text.tokens == together[number].tokens, f"text {number}"
             _close(mine, rows[number], self.tolerance)
 
     @_seeds
     @pytest.mark.parametrize("chunk", [1, 3, 8])
     def test_does_not_depend_on_chunks(self, chunk: int, seed: int) -> None:
-        """A prompt has the same K/V and output in chunks as computed at once."""
+        """The K/V and the output of a prompt are the same in chunks and at once."""
         generator = self._loaded()
         whole, parts = _texts(generator, seed), _texts(generator, seed)
         expected = _by_text(whole, self._watched(generator, whole))
@@ -167,7 +167,7 @@ class GeneratorTests:
 
     @_seeds
     def test_goes_on_after_recompute(self, seed: int) -> None:
-        """A text computed again with its output continues as if it had not been preempted."""
+        """A text whose K/V are recomputed after a preemption continues unchanged."""
         from kvcore.testing.dense import generate  # noqa: PLC0415 - torch
 
         generator = self._loaded()
@@ -181,7 +181,7 @@ class GeneratorTests:
     @_seeds
     @pytest.mark.parametrize("block_size", [1, BLOCK, 16])
     def test_paged_is_dense(self, block_size: int, seed: int) -> None:
-        """Over shuffled blocks that were full of NaN it generates the same tokens."""
+        """Over shuffled blocks, NaN at first, it generates the tokens of a dense cache."""
         from kvcore.testing.dense import advance, generate  # noqa: PLC0415 - torch
 
         try:
@@ -204,7 +204,7 @@ class GeneratorTests:
         assert [text.tokens for text in paged] == [text.tokens for text in dense]
 
     def test_encodes_text(self) -> None:
-        """`encode` returns tokens of the vocabulary, always the same, and `decode` text."""
+        """`encode` returns the same tokens of the vocabulary each time, `decode` text."""
         generator = self.make()
         tokens = generator.encode("a cache of keys, and of values")
         assert tokens
@@ -221,7 +221,7 @@ class GeneratorTests:
     def _watched(
         self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
     ) -> list[list[_Call]]:
-        """Generate over a dense cache; return the calls of `attend` in each step."""
+        """Generate over a dense cache; return the calls of `attend` of each step."""
         from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
         from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
@@ -274,7 +274,7 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
 
 
 def _texts(generator: Generator, seed: int) -> list[Text]:
-    """Return texts of different lengths; two share a prompt, and have other seeds."""
+    """Return texts of different lengths; two have the same prompt and different seeds."""
     from kvcore.testing.dense import Text  # noqa: PLC0415 - torch
 
     random = Random(seed)  # noqa: S311
@@ -286,7 +286,7 @@ def _texts(generator: Generator, seed: int) -> list[Text]:
 
 
 def _by_text(texts: Sequence[Text], steps: list[list[_Call]]) -> list[dict[Any, list[Tensor]]]:
-    """Return the rows of each text in order, by layer and name of the tensor."""
+    """Return the rows of each text, in order, by layer and name of the tensor."""
     found: list[dict[Any, list[Tensor]]] = [{} for _ in texts]
     for call in (call for step in steps for call in step):
         for row, number in enumerate(call.texts):

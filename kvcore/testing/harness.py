@@ -32,13 +32,13 @@ Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""
 
 EVEN = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1, "fork": 1, "rollback": 1}
-"""How often the actions come: as many blocks go as come, so neither room nor work runs out."""
+"""Relative frequencies of actions: about as many blocks are freed as are allocated."""
 
 FORKS = {"open": 2, "commit": 4, "close": 2, "serve": 1, "extend": 1, "fork": 3, "rollback": 3}
-"""As above, with many sequences that share private blocks."""
+"""Frequencies for many sequences that share private blocks."""
 
 COMPACTIONS = EVEN | {"open": 6, "extend": 3, "fork": 2, "compact": 4}
-"""As above, with many sequences that are compacted."""
+"""Frequencies for many sequences that are compacted."""
 
 
 @attrs.frozen(kw_only=True)
@@ -46,13 +46,13 @@ class Traffic:
     """The distribution of random requests: each prompt is a path in one trie of block keys.
 
     Attributes:
-        key_tokens: tokens a key stands for.
-        most_keys: keys of the longest prompt.
-        width: keys that may follow one. With 2 prompts share a lot.
-        hints: whether some requests carry retention hints.
-        pins: whether some pin or demote what they have used, or share only a part of it.
-        longest_wait: ns between two steps, at most.
-        mix: how often each action comes.
+        key_tokens: number of tokens of a key.
+        most_keys: number of keys of the longest prompt.
+        width: number of different keys that may follow a key; with 2, prompts share a lot.
+        hints: whether some requests have retention hints.
+        pins: whether some requests pin or demote their blocks, or share only some of them.
+        longest_wait: longest time (ns) between two steps.
+        mix: relative frequency of each action.
     """
 
     key_tokens: int = 6
@@ -71,14 +71,14 @@ class Step:
     Attributes:
         action: `open`, `commit`, `close`, `extend`, `fork`, `rollback` or `compact`; or
             `serve`, which opens a request, commits all of it and closes it.
-        which: of the sequences open by then, counted round. `commit` counts those that have
-            tokens to commit, `compact` those that have some to lose, `open` the requests
-            closed before if `again`.
-        tokens: how many; None for all there are. Unused by `fork`, `close` and `serve`.
-        wait: ns since the step before.
-        request: what `open` or `serve` opens.
-        again: whether not `request` but one that was closed before is opened, as after a
-            preemption, if there is one.
+        which: number of the sequence, modulo the number of open sequences; for `commit` and
+            `compact`, of those with tokens to commit or to drop; for `open` with `again`,
+            number of a closed request.
+        tokens: number of tokens; None: all. Unused by `fork`, `close` and `serve`.
+        wait: time (ns) since the step before.
+        request: the request to `open` or `serve`.
+        again: whether a closed request, if there is one, is opened in place of `request`, as
+            after a preemption.
     """
 
     action: str
@@ -93,7 +93,7 @@ def draw_request(draw: Draw, traffic: Traffic) -> Request:
     """Draw a request; its id is 0. Its last key may cover a part of a block, or be missing."""
     keys: list[int] = []
     for _ in range(draw(0, traffic.most_keys)):
-        # A number names the whole path to it, as a chained key does.
+        # A number stands for the whole path to it, as a chained key does.
         above = keys[-1] if keys else 0
         branch = max(1, draw(-1, traffic.width))
         keys.append(above * traffic.width + branch)
@@ -130,7 +130,7 @@ def _draw_hint(draw: Draw, length: int) -> Retention:
 
 
 def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
-    """Draw a step; `action` says which, None any. The id of its request is 0."""
+    """Draw a step with `action`; None: with any. The id of its request is 0."""
     if action is None:
         actions = [name for name, often in traffic.mix.items() for _ in range(often)]
         action = actions[draw(0, len(actions) - 1)]
@@ -153,7 +153,7 @@ def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
 
 
 def numbered(steps: Iterable[Step]) -> list[Step]:
-    """Return `steps` with the requests' ids made unique: their places."""
+    """Return `steps` with unique ids of requests: the positions of their steps."""
     return [
         attrs.evolve(step, request=attrs.evolve(step.request, id=number))
         if step.request is not None
@@ -189,7 +189,7 @@ def _drawn_from(seed: int) -> Draw:
 
 @st.composite
 def requests(draw: Any, traffic: Traffic | None = None) -> Request:
-    """Draw a request with id 0. Prompts shrink towards short ones that share all they have."""
+    """Draw a request with id 0. Prompts shrink towards short ones with shared keys."""
     return draw_request(_drawn_by(draw), traffic or Traffic())
 
 
@@ -204,7 +204,7 @@ def request_lists(
 
 @st.composite
 def steps(draw: Any, traffic: Traffic | None = None, action: str | None = None) -> Step:
-    """Draw a step: `action`, or any. The request of an `open` has id 0."""
+    """Draw a step with `action`; None: with any. The id of its request is 0."""
     return draw_step(_drawn_by(draw), traffic or Traffic(), action)
 
 
@@ -216,7 +216,7 @@ def step_lists(
 
 
 def _lists(elements: st.SearchStrategy[T], most: int) -> st.SearchStrategy[list[T]]:
-    # Left alone, hypothesis draws five elements or so, too few to fill a cache.
+    # By itself hypothesis draws some five elements, too few to fill a cache.
     return st.lists(elements, max_size=most) | st.lists(
         elements, min_size=most // 2, max_size=most
     )
@@ -235,7 +235,7 @@ def _in_order(drawn: list[tuple[Request, int]]) -> list[Request]:
 
 
 Gone: TypeAlias = tuple[str, Key, int]
-"""A block that left: (reason, its key, its position in its prompt)."""
+"""A block that left the cache: (reason, its key, its position in its prompt)."""
 
 
 @attrs.frozen
@@ -243,11 +243,11 @@ class Decision:
     """The decision of a cache in one step.
 
     Attributes:
-        action: the step's; `idle` if there was no sequence to do it to.
-        refused: name of the error that it raised, if it raised one that is no fault.
-        hit: blocks hit by an `open` or a `serve`.
-        free: blocks free afterwards.
-        evicted: blocks that left: the expired, sorted, then the victims, in order.
+        action: action of the step; `idle` if there was no sequence for it.
+        refused: name of the error of a refused call; None: the call succeeded.
+        hit: number of blocks that an `open` or a `serve` hit; None for other actions.
+        free: number of free blocks after the step.
+        evicted: blocks that left: the expired ones, sorted, then the victims in order.
     """
 
     action: str
@@ -258,7 +258,7 @@ class Decision:
 
 
 def _forwarded(name: str, *, sets_expiry: bool = False) -> Callable[..., Any]:
-    """Return a method that calls the wrapped policy's, and checks the expiry it may set."""
+    """Return a method that calls that of the wrapped policy, and checks `span.expires`."""
 
     def call(self: RecordingPolicy, *args: Any, **options: Any) -> None:
         getattr(self.policy, name)(*args, **options)
@@ -273,7 +273,7 @@ T = TypeVar("T")
 
 
 def living(cls: type[T]) -> list[T]:
-    """Return all objects of the class `cls` that something refers to. O(all objects)."""
+    """Return all objects of the class `cls` that are still referred to. O(all objects)."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) is cls]
 
@@ -281,13 +281,13 @@ def living(cls: type[T]) -> list[T]:
 class RecordingPolicy(EvictionPolicy):
     """Passes every call to another policy, checks its answers, and records the evictions.
 
-    `victim` raises AssertionError, which the cache turns into PolicyError, if two calls give
-    two answers or the answer is no unpinned leaf of the cache; the callbacks do if they set
-    `span.expires` undeclared. Errors name the wrapped policy: the instance has a class with
-    the names of that policy's class.
+    `victim` raises AssertionError, which the cache turns into PolicyError, if two calls return
+    different spans, or a span that is no unpinned leaf of the cache. A callback does if it
+    sets `span.expires` and the policy does not declare `expires_spans`. Errors name the
+    wrapped policy: the instance has a class with the names of that policy's class.
 
     Args:
-        policy: the policy that decides.
+        policy: the wrapped policy.
 
     Attributes:
         evicted: the blocks that left, deepest first for each victim.
@@ -296,7 +296,7 @@ class RecordingPolicy(EvictionPolicy):
     name = "recording"
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        """Store the policy, and take over the names of its class."""
+        """Store the policy; give the instance a class with the names of the policy's."""
         self.policy = policy
         self.evicted: list[Gone] = []
         self._geometry: BlockLayout | None = None
@@ -307,7 +307,7 @@ class RecordingPolicy(EvictionPolicy):
 
     @property
     def removed(self) -> list[Span]:
-        """The spans that left and that something still refers to. O(all objects there are)."""
+        """Return the evicted spans that are still referred to. O(all objects)."""
         return [
             span
             for span in living(Span)
@@ -316,7 +316,7 @@ class RecordingPolicy(EvictionPolicy):
 
     @property
     def expires_spans(self) -> bool:  # type: ignore[override]
-        """Whether the policy sets `span.expires`."""
+        """Return True if the policy sets `span.expires`."""
         return self.policy.expires_spans
 
     def attach(self, blocks: int, block_size: int) -> None:
@@ -348,11 +348,11 @@ class RecordingPolicy(EvictionPolicy):
         self.policy.on_remove(span, reason)
 
     def victim(self, now: int) -> Span:
-        """Call the policy twice, and check the answer."""
+        """Return the victim of the policy, after checking it and a second call."""
         self.policy.requester = self.requester
         span = self.policy.victim(now)
         again = self.policy.victim(now)
-        assert again is span, f"asked twice for a victim, it answered {span!r}, then {again!r}"
+        assert again is span, f"called twice, victim() returned {span!r}, then {again!r}"
         if not isinstance(span, Span):
             return span  # the cache refuses it
         assert span.parent is not None, f"{span!r} has left the cache"
@@ -361,12 +361,11 @@ class RecordingPolicy(EvictionPolicy):
         return span
 
     def evictable_blocks(self, span: Span) -> int:
-        """Call the policy twice, and check that the answer is the same."""
+        """Return the answer of the policy, after checking that a second call repeats it."""
         blocks = self.policy.evictable_blocks(span)
         again = self.policy.evictable_blocks(span)
         assert again == blocks, (
-            f"asked twice for the evictable blocks of {span!r}, it answered {blocks}, then "
-            f"{again}"
+            f"called twice, evictable_blocks({span!r}) returned {blocks}, then {again}"
         )
         return blocks
 
@@ -379,12 +378,12 @@ class RecordingPolicy(EvictionPolicy):
 
 
 class Driver:
-    """Performs steps on a cache, and checks its integrity after each.
+    """Runs steps on a cache, and checks its integrity after each.
 
     Args:
         cache: a `KVCache`, or an object with the same methods.
-        evicted: the list to which its policy adds the blocks that leave; emptied after each
-            step.
+        evicted: list to which the policy of the cache appends the blocks that leave; emptied
+            after each step.
     """
 
     def __init__(self, cache: KVCache, evicted: list[Gone] | None = None) -> None:
@@ -396,11 +395,11 @@ class Driver:
         self._evicted = [] if evicted is None else evicted
 
     def run(self, steps: Iterable[Step]) -> list[Decision]:
-        """Perform `steps`, and return the decision in each."""
+        """Run `steps`; return the decision in each."""
         return [self.step(step) for step in steps]
 
     def step(self, step: Step) -> Decision:
-        """Perform `step`, and return the decision."""
+        """Run `step`; return the decision."""
         self.now += step.wait
         action, refused, hit = step.action, None, None
         try:
@@ -421,7 +420,7 @@ class Driver:
         return Decision(action, refused, hit, self.cache.pool.free_blocks, evicted)
 
     def careful_step(self, step: Step) -> Decision:
-        """Perform `step`; check that a probe before it, and a refusal of it, change nothing."""
+        """Run `step`; check that a probe before it, or a refusal of it, changes nothing."""
         before = snapshot(self.cache)
         if step.request is not None:
             self.cache.probe(step.request, self.now + step.wait)
@@ -470,9 +469,9 @@ class Driver:
 def replay(
     cache: KVCache, requests: Iterable[Request], evicted: list[Gone] | None = None
 ) -> list[Decision]:
-    """Replay `requests` serially and untimed; return the decision for each.
+    """Serve `requests` one after the other, untimed; return the decision for each.
 
-    `evicted` is the list to which the policy of the cache adds the blocks that leave.
+    `evicted` is the list to which the policy of the cache appends the blocks that leave.
     """
     evicted = [] if evicted is None else evicted
     decisions = []
@@ -484,10 +483,10 @@ def replay(
 
 
 def snapshot(cache: KVCache) -> Any:
-    """Return all that a refused call must leave unchanged, as a value to compare.
+    """Return the state of a cache as a value to compare: a refused call must not change it.
 
-    Covers the pool, spans with their pins and the policy's data, sequences and statistics.
-    Costs O(blocks).
+    It has the pool, the spans with their pins and the policy's data, the sequences and the
+    statistics. O(blocks).
     """
     pool, tree = cache.pool, cache.tree
     blocks = (list(pool.free_ids()), dict(pool.owners)) if isinstance(pool, BlockPool) else None
@@ -525,7 +524,7 @@ def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
 
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
-    """Sort the expired blocks: the order in which branches expire is no decision."""
+    """Return the expired blocks, sorted, and the victims: branches expire in no fixed order."""
     expired = sorted(gone for gone in evicted if gone[0] == "expired")
     return (*expired, *(gone for gone in evicted if gone[0] != "expired"))
 
@@ -541,9 +540,9 @@ _some_open = precondition(lambda self: bool(self.driver.sequences))
 class CacheMachine(RuleBasedStateMachine):
     """Opens, commits, extends, forks, compacts and closes at random, small caches included.
 
-    After each step the cache's invariants hold. A call that is refused, and a probe, leave
-    everything as it was: pool, spans, pins, statistics, the policy's data. The policy
-    answers with unpinned leaves. At the end all sequences close, and no pin is left.
+    After each step the invariants of the cache hold. A refused call, and a probe, change
+    nothing: pool, spans, pins, statistics, the policy's data. Victims are unpinned leaves. At
+    the end all sequences close, and no pin is left.
     """
 
     driver: Driver
@@ -598,7 +597,7 @@ class CacheMachine(RuleBasedStateMachine):
     @_some_open
     @rule(step=steps(_TRAFFIC, "extend"))
     def ask_too_much(self, step: Step) -> None:
-        """Open a request of more blocks than exist; it must be refused."""
+        """Open a request that needs more blocks than the pool has; it must be refused."""
         cache = self.driver.cache
         tokens = (cache.pool.blocks + 1) * cache.geometry.block_size
         assert self.take(attrs.evolve(step, tokens=tokens)).refused == "OutOfBlocks"
@@ -618,7 +617,7 @@ class CacheMachine(RuleBasedStateMachine):
     @_some_open
     @rule(step=steps(_TRAFFIC, "compact"))
     def compact(self, step: Step) -> None:
-        """Keep only some tokens of a sequence; the pool may lack blocks for that."""
+        """Drop tokens of a sequence; there may be no room for the copies."""
         self.take(step)
 
     @_some_open
@@ -629,12 +628,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def evictable_unless_pinned(self) -> None:
-        """Every span without pins counts as evictable, and the others do not."""
+        """Exactly the blocks of spans without pins count as evictable."""
         tree = self.driver.cache.tree
         assert tree.unpinned_blocks == sum(s.blocks for s in tree.spans() if not s.ref_count)
 
     def take(self, step: Step) -> Decision:
-        """Perform a step and check the invariants of every step."""
+        """Run a step with a unique id of its request; check that a refusal changes nothing."""
         if step.request is not None:
             self.requests += 1
             step = attrs.evolve(step, request=attrs.evolve(step.request, id=self.requests))
@@ -655,7 +654,7 @@ def cache_machine(
     make_eviction: Callable[[], EvictionPolicy],
     make_prefix: Callable[[], PrefixIndex | None] = lambda: None,
 ) -> type[CacheMachine]:
-    """Return the machine that drives caches of these plugins.
+    """Return the state machine for caches with these plugins.
 
     Its `TestCase` attribute is a unittest class that pytest collects; or pass it to
     `hypothesis.stateful.run_state_machine_as_test`.

@@ -1,4 +1,4 @@
-"""A small engine that owns its blocks and lets a hosted policy decide."""
+"""A small engine that owns its blocks, with a hosted policy that chooses the victims."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 @attrs.define(eq=False)
 class Running:
-    """A request that is open.
+    """An open request.
 
     Attributes:
         request: the request.
-        table: keys of the cached blocks it uses, from its first on.
-        hit_blocks: how many of them were cached when it was opened.
-        tokens, computed: tokens it has room for, and those that are computed.
-        private: blocks of its own.
+        table: keys of the cached blocks that it uses, from its first on.
+        hit_blocks: number of blocks that it hit.
+        tokens, computed: number of tokens that have blocks, and of those that are computed.
+        private: number of blocks that are not cached.
         priorities: retention priorities of its blocks.
     """
 
@@ -37,15 +37,15 @@ class Running:
 
 
 class HostedCache:
-    """Opens, commits, extends and closes requests as a `KVCache` in `keys` counting does.
+    """Opens, commits, extends and closes requests as a `KVCache` with `keys` accounting.
 
-    It keeps the set of keys that are cached, and asks a `PolicyHost` what leaves. What it
-    decides must be what a `KVCache` with one-block spans does.
+    A `PolicyHost` has the cached keys and chooses victims. Decisions must be those of a
+    `KVCache` with spans of one block.
 
     Args:
         policy: the eviction policy.
         blocks: size of the pool.
-        block_size: tokens in a block, and of a key.
+        block_size: number of tokens of a block, and of a key.
         recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
     """
 
@@ -61,7 +61,7 @@ class HostedCache:
         self._size = block_size
 
     def check_integrity(self) -> None:
-        """Check that no block was lost."""
+        """Check that the free and the cached blocks are no more than the pool has."""
         assert 0 <= self.pool.free_blocks <= self.host.blocks - len(self.host)
 
     def open(
@@ -101,7 +101,7 @@ class HostedCache:
         return Running(request, hits, len(hits), cached + tokens, cached, need, steps)
 
     def extend(self, running: Running, tokens: int, now: int) -> None:
-        """Allocate room for `tokens` more."""
+        """Allocate blocks for `tokens` more tokens."""
         held = -(-running.tokens // self._size)
         need = -(-(running.tokens + tokens) // self._size) - held
         if need > self.pool.free_blocks + self.host.evictable:
@@ -112,7 +112,7 @@ class HostedCache:
         running.tokens += tokens
 
     def commit(self, running: Running, tokens: int, now: int) -> None:
-        """Count `tokens` more as computed: full blocks that have a key can be hit."""
+        """Record that `tokens` more are computed: full blocks with a key become cached."""
         host, table, request = self.host, running.table, running.request
         running.computed += tokens
         upto = min(running.computed // self._size, len(request.keys))
@@ -136,7 +136,7 @@ class HostedCache:
             table.append(key)
 
     def close(self, running: Running, now: int) -> None:
-        """Release what `running` uses, deepest first."""
+        """Release the blocks of `running`, deepest first."""
         self.pool.free_blocks += running.private
         self.host.ended(running.request, now)
         for key in reversed(running.table):

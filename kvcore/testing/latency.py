@@ -22,7 +22,7 @@ _seeds = pytest.mark.parametrize("seed", range(4))
 
 
 class LatencyModelTests:
-    """What holds of every latency model. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a latency model; a derived `Test...` class makes the model.
 
     `latency` (or `make`, if that needs fixtures of the instance) returns a new model, made
     with the same options each time:
@@ -30,8 +30,8 @@ class LatencyModelTests:
         class TestMine(LatencyModelTests):
             latency = Mine
 
-    The tests ask for the times of random steps: of nothing, of prompts alone, of decoding
-    sequences alone and of both, from a token to some hundred thousand.
+    The tests compute the times of random steps: empty ones, prefill alone, decode alone and
+    both, from one token to some hundred thousand.
     """
 
     latency: ClassVar[Callable[[], LatencyModel]]
@@ -45,7 +45,7 @@ class LatencyModelTests:
         check_is_named(self.make(), LatencyModel)
 
     def test_windows_are_told_apart(self) -> None:
-        """There is at least one, none twice, each None or at least a token; always the same."""
+        """`windows` is a constant tuple of one or more different windows, None or from 1 on."""
         model = self.make()
         windows = model.windows
         assert isinstance(windows, tuple)
@@ -56,19 +56,25 @@ class LatencyModelTests:
 
     @_seeds
     def test_lines_are_integers(self, seed: int) -> None:
-        """Each line has an `a` and a slope for each window, integers, no slope below 0."""
+        """Each piece has a constant and a slope for each window: integers, no slope below 0."""
         model = self.make()
         for work in _works(seed, model.windows):
             lines = model.pieces(work)
-            assert lines, f"no line for {work}"
+            assert lines, f"pieces() is empty for {work}"
             for line in lines:
-                assert len(line) == 1 + len(model.windows), f"{line} for {model.windows}"
-                assert all(type(number) is int for number in line), f"{line} for {work}"
-                assert min(line[1:]) >= 0, f"{line} for {work}"
+                assert len(line) == 1 + len(model.windows), (
+                    f"pieces() has {line}, not a constant and a slope for each window"
+                )
+                assert all(type(number) is int for number in line), (
+                    f"pieces() has {line}, not integers (ps), for {work}"
+                )
+                assert min(line[1:]) >= 0, (
+                    f"pieces() has {line}, with a slope below 0, for {work}"
+                )
 
     @_seeds
     def test_the_longest_line_is_the_time(self, seed: int) -> None:
-        """`duration` is the largest of the lines at the work's context, and not negative."""
+        """`duration` is the largest piece at the context of the work, and not negative."""
         model = self.make()
         for work in _works(seed, model.windows):
             times = [
@@ -80,17 +86,20 @@ class LatencyModelTests:
 
     @_seeds
     def test_asking_changes_nothing(self, seed: int) -> None:
-        """Equal work takes equal time, asked in any order, and is left as it is."""
+        """Equal work takes equal time in any order of calls, and no call changes the work."""
         one, other = self.make(), self.make()
         works = list(_works(seed, one.windows))
         copies = [attrs.evolve(work) for work in works]
         times = [one.duration(work) for work in works]
-        assert times == [other.duration(work) for work in reversed(works)][::-1]
-        assert times == [one.duration(work) for work in works]
-        assert works == copies
+        again = [other.duration(work) for work in reversed(works)][::-1]
+        assert times == again, "in another order of calls, equal work took another time"
+        assert times == [one.duration(work) for work in works], (
+            "the second time, equal work took another time"
+        )
+        assert works == copies, "duration() changed the work"
 
     def test_equal_options_give_equal_times(self) -> None:
-        """A model rebuilt from its own `options()` has its coefficients and its times."""
+        """A model built from the `options()` of another has its coefficients and its times."""
         model = self.make()
         again = type(model)(**model.options())
         assert again.options() == model.options()
@@ -103,25 +112,27 @@ class LatencyModelTests:
         check_is_built_from_text(self.make())
 
     def test_coefficients_are_json(self) -> None:
-        """What goes into the header of a trace is JSON, and comes back as it went."""
+        """`coefficients`, part of the header of traces, survive a round trip through JSON."""
         coefficients = self.make().coefficients()
         assert orjson.loads(orjson.dumps(coefficients)) == coefficients
 
     @_seeds
     @pytest.mark.parametrize("what", ["prefill", "attended_pairs", "decode", "context"])
     def test_more_work_takes_no_less_time(self, what: str, seed: int) -> None:
-        """The time never falls when only one of the numbers of its work rises."""
+        """More work of one kind, and no less of any other, takes no less time."""
         model, random = self.make(), Random(seed)  # noqa: S311
         for work in _works(seed, model.windows):
             for place in (
                 range(len(model.windows)) if what in ("attended_pairs", "context") else (None,)
             ):
                 more = _more(work, what, place, random)
-                assert model.duration(more) >= model.duration(work), f"{more}, {work}"
+                assert model.duration(more) >= model.duration(work), (
+                    f"{more} takes less time than {work}"
+                )
 
     @_seeds
     def test_lines_hold_while_contexts_grow(self, seed: int) -> None:
-        """Where the model lets the simulator jump, lines do not depend on the context."""
+        """With `jumps`, the pieces do not depend on the context."""
         model = self._jumping()
         for work in _works(seed, model.windows):
             grown = attrs.evolve(work, context=tuple(3 * c + 1 for c in work.context))
@@ -129,7 +140,7 @@ class LatencyModelTests:
 
     @_seeds
     def test_many_steps_take_what_single_ones_take(self, seed: int) -> None:
-        """Any number of decode steps, summed in closed form, takes exactly their sum."""
+        """Decode steps that are summed in closed form take exactly the sum of single steps."""
         model = self._jumping()
         for _, lengths in _loads(seed):
             if not lengths:
@@ -159,7 +170,7 @@ _Load = tuple[list[tuple[int, int]], list[int]]
 
 
 def _loads(seed: int) -> Iterator[_Load]:
-    """Yield what steps compute: (tokens, context) of prefill chunks, lengths of sequences."""
+    """Yield the load of steps: (tokens, context) of prefill chunks, lengths of sequences."""
     random = Random(seed)  # noqa: S311
     for number in range(40):
         chunks, sequences = random.randint(0, 3), random.randint(0, 2 ** random.randint(0, 8))
@@ -205,6 +216,6 @@ def _more(work: StepWork, what: str, place: int | None, random: Random) -> StepW
 
 
 def _unchanging(lengths: list[int], windows: Windows) -> int:
-    """Return the number of steps, up to a limit, in which each context grows equally."""
+    """Return the number of steps, up to a limit, in which no sequence fills a window."""
     filling = [w - length for w in windows if w for length in lengths if length < w]
     return min([_STEPS, *filling])

@@ -17,13 +17,16 @@ _PLAIN = (type(None), bool, int, float, str, Path)
 def check_is_named(plugin: Plugin, base: type[Plugin]) -> None:
     """Check that a plugin derives from `base`, and has a name and a docstring of its own.
 
-    A method that nothing calls, named almost like one that is, is taken for misspelled.
+    A method that nothing calls counts as misspelled if its name is almost that of a method
+    which kvcore calls.
     """
     assert isinstance(plugin, base), f"{plugin!r} is no {base.__name__}"
-    name = type(plugin).name
+    cls = type(plugin)
+    name = getattr(cls, "name", None)
+    assert name is not None, f'{qualified(cls)} has no name: add `name = "..."` to the class'
     assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-    assert type(plugin).__doc__, f"{qualified(type(plugin))} has no docstring"
-    hint = uncalled(type(plugin))
+    assert cls.__doc__, f"{qualified(cls)} has no docstring"
+    hint = uncalled(cls)
     assert hint is None, f"{hint} (a method of your own: begin its name with an underscore)"
 
 

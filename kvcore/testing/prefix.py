@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK = 4
 _RATIO = 3
 _MANY = 100
-# Evicted spans that the eviction policy may keep until it tidies up.
+# Evicted spans that the eviction policy may refer to until it compacts its heap.
 _SLACK = 32
 _TRAFFIC = Traffic(key_tokens=2 * BLOCK, hints=True)
 _LAYOUTS: list[dict[str, Any]] = [
@@ -44,16 +44,16 @@ class Oldest(ScoreEviction):
 
 
 class PrefixIndexTests:
-    """What holds of every prefix index. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a prefix index; a derived `Test...` class makes the index.
 
-    `prefix` (or `make`, if that needs fixtures of the instance) returns a new one, made
-    with the same options each time:
+    `prefix` (or `make`, if that needs fixtures of the instance) returns a new index,
+    made with the same options each time:
 
         class TestMine(PrefixIndexTests):
             prefix = Mine
 
-    The tests drive it through a `KVCache`. An index that stores nothing says so by
-    `shares = False`, and the tests of what it finds are skipped.
+    The tests call it through a `KVCache`. An index that stores no blocks declares
+    `shares = False`, and the tests of its matches are skipped.
     """
 
     prefix: ClassVar[Callable[[], PrefixIndex]]
@@ -67,14 +67,14 @@ class PrefixIndexTests:
         check_is_named(self.make(), PrefixIndex)
 
     def test_serves_one_cache(self) -> None:
-        """A second KVCache is refused by name."""
+        """A second `KVCache` with the same index is an InputError that names the index."""
         prefix = self.make()
         KVCache(8, eviction=Oldest(), prefix=prefix)
         with pytest.raises(InputError, match=type(prefix).name):
             KVCache(8, eviction=Oldest(), prefix=prefix)
 
     def test_empty_matches_nothing(self) -> None:
-        """Nothing is found before anything is stored, and an empty prompt finds nothing."""
+        """There are no hits before a block is stored, and none of an empty prompt."""
         cache = self._cache()
         assert cache.probe(_ask("abc")) == 0
         assert cache.probe(_ask("")) == 0
@@ -93,7 +93,7 @@ class PrefixIndexTests:
         assert cache.open(_ask("abcd")).hit_blocks == 3 * shares
 
     def test_finds_the_common_part(self) -> None:
-        """A prompt that diverges inside a cached one hits up to there."""
+        """A prompt that diverges from a cached one hits the blocks before that point."""
         self._needs_shares()
         cache = self._cache()
         _serve(cache, "abcde", "abxyz")
@@ -101,7 +101,7 @@ class PrefixIndexTests:
         assert {text: cache.probe(_ask(text)) for text in prompts} == prompts
 
     def test_coarse_keys(self) -> None:
-        """Where a key stands for three blocks, hits are counted in blocks all the same."""
+        """Where a key stands for three blocks, hits are counted in blocks."""
         self._needs_shares()
         cache = self._cache(24, key_tokens=_RATIO * BLOCK)
         _serve(cache, "abc", key_tokens=_RATIO * BLOCK)
@@ -109,7 +109,7 @@ class PrefixIndexTests:
         assert (cache.probe(long), cache.probe(other)) == (8, 6)
 
     def test_finds_what_is_left_of_a_victim(self) -> None:
-        """Of a span that has lost its tail the rest is found, down to a part of a key."""
+        """A span whose tail was evicted is found up to its new end, also inside a key."""
         self._needs_shares()
         cache = self._cache(12, key_tokens=_RATIO * BLOCK)
         _serve(cache, "abc", key_tokens=_RATIO * BLOCK)
@@ -119,7 +119,7 @@ class PrefixIndexTests:
         assert (cache.tree.evicted_blocks, found) == (2, 7)
 
     def test_probe_is_pure(self) -> None:
-        """Looking up changes nothing."""
+        """`probe` changes nothing."""
         cache = self._cache()
         _serve(cache, "abc", "x")
         before = snapshot(cache)
@@ -129,7 +129,7 @@ class PrefixIndexTests:
     @_layouts
     @_seeds
     def test_matches_as_far_as_is_cached(self, seed: int, layout: dict[str, Any]) -> None:
-        """Every prompt, up to every limit, below every span of its path: no more, no less."""
+        """`match` finds all cached blocks, up to every limit and after every span of a path."""
         self._needs_shares()
         driver = Driver(self._cache(14, key_tokens=2 * BLOCK, **layout))
         for number, step in enumerate(random_steps(seed, 60, _TRAFFIC)):
@@ -142,36 +142,36 @@ class PrefixIndexTests:
     @_layouts
     @_seeds
     def test_decides_as_the_default(self, seed: int, layout: dict[str, Any]) -> None:
-        """Hits and evictions are those of the default index, whatever is done."""
+        """Random calls have the hits and evictions that they have with the default index."""
         self._needs_shares()
         steps = random_steps(seed, 120, _TRAFFIC)
         layout = {"key_tokens": 2 * BLOCK} | layout
         mine = Driver(self._cache(14, **layout)).run(steps)
         default = Driver(KVCache(14, eviction=Oldest(), ids=True, **layout)).run(steps)
-        assert mine == default
+        assert mine == default, "it decided otherwise than the default index"
 
     @_seeds
     def test_keeps_its_integrity(self, seed: int) -> None:
-        """Through random calls of every kind; what is refused changes nothing."""
+        """Random calls keep the invariants of the cache, and refused calls change nothing."""
         driver = Driver(self._cache(14, key_tokens=2 * BLOCK))
         for step in random_steps(seed, 80, _TRAFFIC):
             driver.careful_step(step)
 
     def test_forgets_what_has_left(self) -> None:
-        """It refers to no span that has been evicted."""
+        """The index does not refer to evicted spans."""
         cache = self._cache(8)
         for number in range(_MANY):
             _serve(cache, chr(ord("a") + number) + "xyz")
         spans = {cache.tree.root, *cache.tree.spans()}
         gone = (span for span in living(Span) if span not in spans)
         kept = sum(span.geometry is cache.geometry for span in gone)
-        assert kept <= _SLACK, f"{kept} of {_MANY} spans are still referred to"
+        assert kept <= _SLACK, f"it still refers to {kept} of {_MANY} evicted spans"
 
     def _check_matches(self, cache: KVCache, keys: Keys[Key], limit: int) -> None:
         path = _path(cache, keys, limit)
         end = min(path[-1].end, limit)
         ratio = cache.geometry.ratio
-        # The deepest span may part from the prompt inside.
+        # The prompt may diverge inside the deepest span.
         while end > path[-1].start and (
             keys[(end - 1) // ratio] != path[-1].path_keys[(end - 1) // ratio]
         ):
@@ -188,11 +188,11 @@ class PrefixIndexTests:
 
     def _needs_shares(self) -> None:
         if not self.make().shares:
-            pytest.skip(f"{type(self).__name__} tests an index that stores nothing")
+            pytest.skip(f"{type(self).__name__} tests an index that stores no blocks")
 
 
 def _path(cache: KVCache, keys: Keys[Key], limit: int) -> list[Span]:
-    """Return the spans from the root that `keys` lead through, by the links of the tree."""
+    """Return the spans on the path of `keys`, root first, by the links of the tree."""
     path, ratio = [cache.tree.root], cache.geometry.ratio
     while path[-1].end < limit:
         last = path[-1]

@@ -1,4 +1,4 @@
-"""The conformance tests of retention policies, and tokens for them to score."""
+"""The conformance tests of retention policies, and random tokens for them to score."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 
 
 class RetentionPolicyTests:
-    """What holds of every retention policy. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a retention policy; a derived `Test...` class makes the policy.
 
     `retention` (or `make`, if that needs fixtures of the instance) returns a new policy, made
     with the same options each time:
@@ -32,12 +32,12 @@ class RetentionPolicyTests:
         class TestMine(RetentionPolicyTests):
             retention = Mine
 
-    The tests let sequences of up to some hundred tokens forget, in blocks of 4: one with a
-    budget needs a smaller one, as in `partial(Mine, budget=64)`. Scores need torch.
+    The sequences of the tests have up to 500 tokens, in blocks of 4: a policy with a budget
+    needs a smaller one, as in `partial(Mine, budget=64)`. Tests of scores need torch.
 
     Attributes:
-        forgets: whether a sequence of 400 tokens forgets some of them.
-        per_head: whether tokens of one K/V head are scored without those of others.
+        forgets: whether the policy drops tokens of a sequence of 400.
+        per_head: whether the scores of a K/V head depend on its own tokens alone.
     """
 
     retention: ClassVar[Callable[[], RetentionPolicy]]
@@ -59,7 +59,7 @@ class RetentionPolicyTests:
     @_lengths
     @_chunks
     def test_names_computed_tokens(self, prompt: int, chunk: int) -> None:
-        """Each range begins before it ends, and lies within what is computed."""
+        """Each range of `droppable` lies within the computed tokens."""
         policy = self.make()
         for seq in _grow(policy, prompt, chunk):
             for start, end in policy.droppable(seq):
@@ -67,27 +67,27 @@ class RetentionPolicyTests:
 
     @_lengths
     def test_answers_alike_when_asked_again(self, prompt: int) -> None:
-        """Asking changes nothing: neither the answer, nor the sequence."""
+        """Repeated calls of `droppable` and `keeps` agree, and change no sequence."""
         policy, other = self.make(), self.make()
         for seq in _grow(policy, prompt, 5):
             before = repr(seq), seq.computed, seq.holes
             answers = [
                 (list(each.droppable(seq)), each.keeps(seq)) for each in (policy, policy, other)
             ]
-            assert answers[0] == answers[1] == answers[2]
-            assert (repr(seq), seq.computed, seq.holes) == before
+            assert answers[0] == answers[1] == answers[2], f"called again for {seq!r}"
+            assert (repr(seq), seq.computed, seq.holes) == before, f"{seq!r} has changed"
 
     @_lengths
     @_chunks
     def test_keeps_the_newest_token(self, prompt: int, chunk: int) -> None:
-        """The block of the newest token stays: the next one attends to it at least."""
+        """The block of the newest token stays: the next token attends to it."""
         for seq in _grow(self.make(), prompt, chunk):
             assert seq.private_blocks + seq.span.end > seq.dropped - seq.freed
             assert seq.dropped * BLOCK < seq.computed
 
     @_lengths
     def test_lengths_alone_say_how_many_stay(self, prompt: int) -> None:
-        """`keeps` answers alike for other requests of equal lengths, hits or none; never 0."""
+        """`keeps` depends on the lengths of a sequence alone, and is never 0."""
         policy = self.make()
         answers: dict[tuple[int, ...], int | None] = {}
         runs = [
@@ -106,24 +106,24 @@ class RetentionPolicyTests:
         assert len(answers) < asked, "no lengths came twice"
 
     def test_forgets(self) -> None:
-        """A long sequence forgets some of its tokens, unless the class says otherwise."""
+        """Tokens of a long sequence are dropped, unless `forgets` is False."""
         if not self.forgets:
-            pytest.skip("the policy declares that it forgets nothing of 400 tokens")
+            pytest.skip("declares that it drops none of 400 tokens: forgets = False")
         *_, seq = _grow(self.make(), 400, 5)
-        assert seq.dropped_tokens, "of 400 tokens nothing was forgotten"
+        assert seq.dropped_tokens, "none of 400 tokens was dropped"
 
     @_chunks
     def test_holds_its_budget(self, chunk: int) -> None:
-        """A policy with a budget holds its blocks and two more, once the prompt is computed."""
+        """After prefill, a sequence holds at most two blocks more than its budget."""
         policy = self.make()
         if not isinstance(policy, ScoreRetention) or policy.when != "always":
-            pytest.skip("only policies that keep a budget promise this")
+            pytest.skip("only for policies with a budget (when=always)")
         for seq in _grow(policy, 400, chunk):
             if seq.position > seq.target:
                 assert seq.blocks <= -(-policy.tokens_of(seq) // BLOCK) + 2
 
     def test_counting_decides_alike(self) -> None:
-        """A cache without block ids has as many blocks free after every token."""
+        """With and without block ids, a cache has the same blocks after every token."""
         runs = (_grow(self.make(), 64, 5, ids=ids) for ids in (True, False))
         for one, other in zip(*runs, strict=True):
             assert one.private_blocks == other.private_blocks
@@ -131,7 +131,7 @@ class RetentionPolicyTests:
 
     @pytest.mark.parametrize("ids", [False, True])
     def test_serves_many_at_once(self, *, ids: bool) -> None:
-        """Requests that share prompts, crowd and preempt one another are all served."""
+        """All requests end that share prompts, and preempt one another for lack of room."""
         keys = range(40)
         requests = [
             Request(
@@ -154,52 +154,52 @@ class RetentionPolicyTests:
 
     @_dtypes
     def test_scores_are_finite_numbers(self, dtype: str) -> None:
-        """A score for each token in each layer and head, in fp32 or better."""
+        """`score` returns a finite number for each token, layer and head, in fp32 or better."""
         policy, held = self._held(dtype=dtype)
         score = policy.score(held)
-        assert score.shape == held.positions.shape
+        assert score.shape == held.positions.shape, "one score for each layer, head and token"
         assert score.is_floating_point(), f"scores are {score.dtype}"
         torch = pytest.importorskip("torch")
         assert torch.finfo(score.dtype).eps <= 2**-23, (
-            f"{score.dtype} cannot tell many scores apart"
+            f"scores are {score.dtype}, too coarse to order tokens: give fp32 or fp64"
         )
-        assert score.isfinite().all()
+        assert score.isfinite().all(), "a score is infinite or NaN"
 
     @_dtypes
     @pytest.mark.parametrize("factor", [0.0, 1e4])
     def test_scores_of_extreme_tokens_are_finite(self, dtype: str, factor: float) -> None:
-        """Keys, values and queries of zeros, and large ones, do not make a NaN."""
+        """Scores are finite also for keys, values and queries of zero, and for large ones."""
         policy, held = self._held(dtype=dtype, factor=factor)
         assert policy.score(held).isfinite().all()
 
     def test_scores_a_single_token(self) -> None:
-        """A prompt of one token, which has one query."""
+        """The score of a prompt of one token is finite."""
         policy, held = self._held(prompt=1)
         assert policy.score(held).isfinite().all()
 
     def test_scores_alike_when_asked_again(self) -> None:
-        """Scores come from the tokens alone, which scoring leaves as they were."""
+        """Scores depend on the tokens alone, and `score` leaves these unchanged."""
         policy, held = self._held()
         before = {name: each.clone() for name, each in _tensors(held).items()}
         first = policy.score(held).clone()
         for name, each in _tensors(held).items():
-            assert each.equal(before[name]), f"score() has changed {name}"
+            assert each.equal(before[name]), f"score() changed {name}"
         twin = self.make()
         assert isinstance(twin, TokenRetention)
-        assert first.equal(policy.score(held))
-        assert first.equal(twin.score(held))
+        assert first.equal(policy.score(held)), "called again, it scored otherwise"
+        assert first.equal(twin.score(held)), "a new policy scored otherwise"
 
     def test_scores_layers_alone_as_with_others(self) -> None:
-        """It may be asked for a few layers at a time."""
+        """The scores of a layer are the same with and without other layers in the call."""
         policy, held = self._held()
         score = policy.score(held)
         for row in range(len(held.layers)):
             assert policy.score(_layer(held, row))[0].allclose(score[row], rtol=1e-4)
 
     def test_scores_a_head_by_its_own_tokens(self) -> None:
-        """Other tokens in one K/V head leave the scores of the others as they were."""
+        """The scores of a K/V head do not depend on the tokens of others."""
         if not self.per_head:
-            pytest.skip("the policy declares that the heads of a layer decide together")
+            pytest.skip("declares that heads are scored together: per_head = False")
         policy, held = self._held()
         _, other = self._held(seed=1)
         score = policy.score(held)
@@ -211,7 +211,7 @@ class RetentionPolicyTests:
         assert policy.score(held)[:, 0].allclose(score[:, 0], rtol=1e-4)
 
     def test_scores_tokens_in_any_order(self) -> None:
-        """A token has its score wherever it lies in the block table."""
+        """The score of a token does not depend on its place in the block table."""
         policy, held = self._held()
         order = list(range(held.positions.shape[-1]))
         order = order[1::2] + order[::2]
@@ -230,7 +230,7 @@ class RetentionPolicyTests:
 
     @_lengths
     def test_newest_tokens_stay(self, prompt: int) -> None:
-        """How many of the newest tokens stay in any case: 1, up to all that stay."""
+        """`recent_of`, the number of newest tokens that stay, is from 1 to `keeps`."""
         policy = self.make()
         if not isinstance(policy, TokenRetention):
             pytest.skip("the policy forgets by position")
@@ -241,7 +241,7 @@ class RetentionPolicyTests:
     def _held(
         self, *, prompt: int = 70, dtype: str = "fp32", factor: float = 1.0, seed: int = 0
     ) -> tuple[TokenRetention, HeldTokens]:
-        """Return the policy, and tokens of a prompt as it declares to read them."""
+        """Return the policy, and random tokens of a prompt with the tensors that it reads."""
         pytest.importorskip("torch", reason="scores are computed on torch tensors")
         policy = self.make()
         if not isinstance(policy, TokenRetention):
@@ -258,11 +258,12 @@ def held_tokens(
     factor: float = 1.0,
     seed: int = 0,
 ) -> HeldTokens:
-    """Return random tokens that `seq` might hold, as `reads` asks for them.
+    """Return random tokens for the lengths of `seq`, with the tensors that `reads` declares.
 
-    3 layers of 2 K/V heads and 4 query heads, 8 wide: one with a rotary embedding, one with a
-    window of 8 as well, one with neither. After a compaction each head holds tokens of its
-    own choice. `factor` scales keys, values and queries, which are 0 to 1 in size.
+    There are 3 layers of 2 K/V heads and 4 query heads of width 8: the first has a rotary
+    embedding, the second a rotary embedding and a window of 8, the third neither. Each head
+    holds other tokens, as after a compaction. Keys, values and queries are between -1 and 1,
+    times `factor`.
     """
     import torch  # noqa: PLC0415 - only scores need it
 
@@ -347,7 +348,7 @@ def _grow(
 ) -> Iterator[Sequence]:
     """Compute a prompt in chunks, then generate 100 tokens; yield the sequence after each.
 
-    With `hit` an earlier request has left the prompt in the cache.
+    With `hit`, an earlier request has cached the prompt.
     """
     cache = KVCache(1000, BLOCK, retention=policy, ids=ids)
     first = request if isinstance(request, int) else 10_000

@@ -22,13 +22,13 @@ _seeds = pytest.mark.parametrize("seed", range(4))
 
 @attrs.frozen
 class Routing:
-    """A decision of a router.
+    """A routing decision.
 
     Attributes:
-        request: the id of the request.
-        replica: where it was sent; None: it was refused.
-        up: the replicas that were up.
-        loads: requests in flight of each replica that was up, with this one.
+        request: position of the request in its stream, from 0.
+        replica: number of the replica that got it; None: it was refused.
+        up: numbers of the replicas that were up.
+        loads: number of requests in flight at each of them, this one included.
     """
 
     request: int
@@ -38,7 +38,7 @@ class Routing:
 
 
 class RouterTests:
-    """What holds of every router. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a router; a derived `Test...` class makes the router.
 
     `router` (or `make`, if that needs fixtures of the instance) returns a new router, made
     with the same options each time:
@@ -46,13 +46,13 @@ class RouterTests:
         class TestMine(RouterTests):
             router = Mine
 
-    The tests route random requests, some of one session, some with a prefix of others', to six
-    replicas that take their time, fail and return. The router sees its own index of what it
-    sent where.
+    The tests route random requests, with shared prefixes and sessions, to six replicas that
+    fail and return. The router sees the prefix index that the dispatcher keeps of its routes.
 
     Attributes:
-        draws: whether the ids of requests decide, as seeds of draws.
-        bound: how many times the mean of requests in flight a replica may get; None: any.
+        draws: whether decisions depend on the ids of requests, as seeds of random draws.
+        bound: largest number of requests in flight at a replica that gets one, as a multiple
+            of the mean over the replicas that are up; None: no bound.
     """
 
     router: ClassVar[Callable[[], Router]]
@@ -78,68 +78,69 @@ class RouterTests:
 
     @_seeds
     def test_requests_go_to_replicas_that_are_up(self, seed: int) -> None:
-        """Whichever fail and return, a request goes to one that is up, or is refused."""
+        """While replicas fail and return, a request goes to one that is up, or is refused."""
         for each in drive(self.make(), _stream(seed), faults=seed):
-            assert each.replica is None or each.replica in each.up
+            assert each.replica is None or each.replica in each.up, f"{each}: it is down"
 
     @_seeds
     def test_equal_streams_are_routed_alike(self, seed: int) -> None:
         """Two routers with equal options make the same decisions."""
         first, second = (list(drive(self.make(), _stream(seed), faults=seed)) for _ in "ab")
-        assert first == second
+        assert first == second, "run again, it decided otherwise"
 
     @_seeds
     def test_the_future_is_not_known(self, seed: int) -> None:
-        """What a request generates, and when it ends, is not known when it is routed."""
+        """Decisions do not depend on output lengths, nor on requests that arrive later."""
         requests = _stream(seed)
         longer = [attrs.evolve(each, output_tokens=each.output_tokens * 7) for each in requests]
         first, second = (list(drive(self.make(), each)) for each in (requests, longer))
-        assert first == second
+        assert first == second, "it decided otherwise for requests with longer outputs"
         half = list(drive(self.make(), requests[: _REQUESTS // 2]))
-        assert first[: len(half)] == half
+        assert first[: len(half)] == half, "it decided otherwise without the later requests"
 
     @_seeds
     def test_ids_of_requests_say_nothing(self, seed: int) -> None:
-        """Requests with other ids are routed alike, unless `draws`."""
+        """Decisions do not depend on the ids of requests, unless `draws` is True."""
         requests = _stream(seed)
         renamed = [attrs.evolve(each, id=f"request {each.id}") for each in requests]
         first, second = (list(drive(self.make(), each)) for each in (requests, renamed))
-        assert self.draws or first == second
+        assert self.draws or first == second, "it decided otherwise for requests with other ids"
 
     @_seeds
     def test_loads_stay_within_the_bound(self, seed: int) -> None:
-        """A replica that gets a request has at most `bound` times the mean, rounded up."""
+        """A replica that gets a request has at most `bound` times the mean load, rounded up."""
         if self.bound is None:
             return
         for each in drive(self.make(), _stream(seed), faults=seed):
             if each.replica is not None:
                 most = ceil(self.bound * sum(each.loads) / len(each.up))
-                assert each.loads[each.up.index(each.replica)] <= most
+                assert each.loads[each.up.index(each.replica)] <= most, f"{each}: above {most}"
 
     @_seeds
     def test_one_replica_gets_all(self, seed: int) -> None:
-        """Where one replica is up, every request that is not refused goes there."""
+        """With a single replica, every request goes there or is refused."""
         for each in drive(self.make(), _stream(seed), replicas=1):
             assert each.replica in (0, None)
 
     @_seeds
     def test_an_idle_cluster_refuses_nothing(self, seed: int) -> None:
-        """A request without an SLO that comes when nothing is in flight is served."""
+        """A request without an SLO is not refused when no other is in flight."""
         apart = [
             attrs.evolve(each, arrival=place * 10**12)
             for place, each in enumerate(_stream(seed)[:20])
         ]
-        assert all(each.replica is not None for each in drive(self.make(), apart))
+        refused = [each.request for each in drive(self.make(), apart) if each.replica is None]
+        assert not refused, f"it refused requests {refused} of an idle cluster"
 
     def test_replicas_are_left_as_they_are(self) -> None:
-        """A router reads what it is told of replicas, and changes only `data`."""
+        """`route` changes none of the counts of replicas: a router writes to `data` alone."""
         router, seen = self.make(), _replicas(3)
         dispatcher = Dispatcher(router, seen, parse_view("index"))
         for replica in seen:
             dispatcher.joined(replica, 0)
         before = [_counts(each) for each in seen]
         router.route(_stream(0)[0], dispatcher.up, 0)
-        assert [_counts(each) for each in seen] == before
+        assert [_counts(each) for each in seen] == before, "route() changed a replica"
 
 
 def drive(
@@ -151,14 +152,15 @@ def drive(
 ) -> Iterator[Routing]:
     """Route `requests`, and yield each decision.
 
-    A request has its first token, and ends, after times that its id alone says. With `faults`,
-    a seed, replicas fail and return; requests that a failure takes are not sent again.
+    The times from arrival to first token and to the end depend on the position of the request
+    alone. With `faults`, a seed, replicas fail and return; the requests of a failed replica
+    are not routed again.
     """
     seen = _replicas(replicas)
     dispatcher = Dispatcher(router, seen, parse_view("index"))
     for replica in seen:
         dispatcher.joined(replica, 0)
-    # Time, what happens (0: first token, 1: end), request, its replica.
+    # Time, whether the request ends or has its first token, serial, request, its replica.
     events: list[tuple[int, int, int, Request, Replica]] = []
     flying: dict[int | str, Replica] = {}
     dice = Random(faults)  # noqa: S311
@@ -211,7 +213,7 @@ def _break(
 
 
 def _counts(replica: Replica) -> tuple[int, ...]:
-    """Return what a replica counts."""
+    """Return the counts of a replica."""
     return (
         replica.requests,
         replica.waiting,

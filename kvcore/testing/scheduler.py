@@ -40,19 +40,19 @@ CHUNK = 16
 
 
 Call: TypeAlias = tuple[str, int, int | str | None]
-"""What a scheduler is told or asked: (method, ns, id of the request or None)."""
+"""A call of a scheduler: (method, time in ns, id of the request or None)."""
 
 
 def watched(scheduler: Scheduler) -> list[Call]:
-    """Return a list into which each call of `scheduler` goes from now on.
+    """Return a list to which every later call of `scheduler` is appended.
 
-    Its class seems to override `queued`, `admitted` and `finished`, whether it does or not,
-    and else what it does.
+    The scheduler gets a class that overrides `queued`, `admitted`, `finished` and `priority`;
+    `changes_at` and `plan` only if its own class overrides them.
     """
     calls: list[Call] = []
     cls = type(scheduler)
 
-    def noting(name: str) -> Callable[..., Any]:
+    def recorded(name: str) -> Callable[..., Any]:
         original = getattr(cls, name)
 
         def method(self: Scheduler, job: Job, now: int) -> Any:
@@ -66,9 +66,9 @@ def watched(scheduler: Scheduler) -> list[Call]:
         return cls.plan(self, state)
 
     names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
-    methods = {name: noting(name) for name in ("queued", "admitted", "finished", "priority")}
+    methods = {name: recorded(name) for name in ("queued", "admitted", "finished", "priority")}
     if find_override(scheduler, "changes_at") is not None:
-        methods["changes_at"] = noting("changes_at")
+        methods["changes_at"] = recorded("changes_at")
     if find_override(scheduler, "plan") is not None:
         methods["plan"] = plan
     scheduler.__class__ = type(cls.__name__, (cls,), names | methods)
@@ -82,30 +82,31 @@ class Steady(LatencyModel):
     name: ClassVar[str] = "steady"
 
     def pieces(self, work: StepWork) -> list[LinearPiece]:
-        """Return one line."""
+        """Return one linear piece with slope 0."""
         return [((STEP + work.prefill) * PS_PER_NS, *(0 for _ in work.context))]
 
 
 class ToyServer:
-    """Serves requests as a scheduler plans, without a cache, a latency model or a fast path.
+    """Serves requests by the plans of a scheduler, and checks each of its answers.
 
-    Every step takes 10 ms, computes up to 16 tokens of each prompt of a running job, and
-    generates a token for each job whose prompt is done. A job takes slots for its prompt and
-    output when it is admitted, and keeps them while it is paused. If all jobs that hold slots
-    are paused and no other fits, the last of them in order gives its slots back. Prefixes
-    that are computed stay cached for good.
+    It has no block pool, no latency model and no event jumps. Every step takes 10 ms, computes
+    up to 16 tokens of the prompt of each running job, and generates a token for each job with
+    a computed prompt. A job allocates a slot for each token of its prompt and output when it
+    is admitted, and keeps them while it is paused. If all jobs with slots are paused and no
+    other job fits, the last of them in scheduler order frees its slots. Computed prefixes
+    stay cached.
 
-    The scheduler is asked when something has happened, not at every step, and its answers are
-    checked: AssertionError says which of them was wrong.
+    The scheduler is called at events, not at every step. A wrong answer is an AssertionError
+    that quotes it.
 
     Args:
-        scheduler: a new one.
-        max_seqs: jobs that may run at once.
-        slots: tokens that all jobs may hold together.
+        scheduler: a new scheduler.
+        max_seqs: maximum number of running jobs.
+        slots: number of tokens for which there is room.
     """
 
     def __init__(self, scheduler: Scheduler, max_seqs: int = 3, slots: int = 400) -> None:
-        """Attach the scheduler to a toy server."""
+        """Attach the scheduler; no request has arrived."""
         self._scheduler = scheduler
         self._asks = find_override(scheduler, "plan") is None
         self._max_seqs, self._free = max_seqs, slots
@@ -137,7 +138,7 @@ class ToyServer:
             self._step()
 
     def probe(self, request: Request, now: int) -> int:
-        """Return how many tokens of the prompt are cached, but for its last token."""
+        """Return the number of cached tokens of the prompt, without its last token."""
         del now
         hit = 0
         for key in request.keys[: (request.prompt_tokens - 1) // request.key_tokens]:
@@ -147,12 +148,12 @@ class ToyServer:
         return hit
 
     def prefill_ns(self, tokens: int, context: int) -> int:
-        """Return the time of the steps it takes."""
+        """Return the time (ns) of the steps that compute `tokens` tokens of a prompt."""
         del context
         return -(-tokens // CHUNK) * STEP
 
     def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
-        """Return the time of a step for each token."""
+        """Return the time (ns) of a step for each token."""
         del context, sequences
         return tokens * STEP
 
@@ -170,14 +171,14 @@ class ToyServer:
         self._scheduler.queued(job, self._now)
 
     def _rank(self, job: Job) -> None:
-        """Return the priority of a waiting job, and when to ask again."""
+        """Call `priority` and `changes_at` for a waiting job; store and check the answers."""
         self._changed = True
         self._due.pop(job, None)
         if not self._asks:
             return
         rank = job.rank = self._scheduler.priority(job, self._now)
         assert rank is not None, f"priority({job!r}, {self._now}) is None: is `return` missing?"
-        assert rank == rank, f"priority({job!r}, {self._now}) is {rank}"  # noqa: PLR0124
+        assert rank == rank, f"priority({job!r}, {self._now}) is {rank}, which has no order"  # noqa: PLR0124
         due = self._scheduler.changes_at(job, self._now)
         if due is not None:
             assert type(due) is int, f"changes_at({job!r}, {self._now}) is {due!r}: no whole ns"
@@ -212,7 +213,7 @@ class ToyServer:
             self._recompute()
 
     def _check_order(self) -> None:
-        """Check that priorities order the jobs as they did before, but for better runners."""
+        """Check that waiting jobs keep their order, and running ones stay ahead."""
         now, priority = self._now, self._scheduler.priority
         waiting = {job: priority(job, now) for job in self._waiting}
         queued = sorted(waiting, key=lambda job: (job.rank, job.serial))
@@ -258,13 +259,13 @@ class ToyServer:
         job.pauses += 1
         del self._running[job]
         self._queue(job, front=True)
-        self._changed = False  # by the plan that is being carried out
+        self._changed = False  # a pause by this plan is no reason for another
 
     def _recompute(self) -> None:
         """Free the blocks of the paused job that is last in scheduler order."""
         priority = self._scheduler.priority
         order = {job: (priority(job, self._now), job.serial) for job in self._held}
-        assert order, f"nobody runs or holds room, and {list(self._waiting)} were not served"
+        assert order, f"no job runs or holds slots, and {list(self._waiting)} were not served"
         job = max(order, key=lambda job: order[job])
         self._free += self._held.pop(job)
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
@@ -320,18 +321,18 @@ _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 
 
 class SchedulerTests(ABC):
-    """What holds of every scheduler. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a scheduler; a derived `Test...` class makes the scheduler.
 
         class TestMine(SchedulerTests):
             def make(self):
                 return Mine()
 
-    It serves random traffic twice: for a toy server, which checks each of its answers, and
-    in the serving loop itself. Steps take 10 ms in both.
+    The scheduler serves random requests in a toy server, which checks each of its answers,
+    and in the serving loop. Steps take 10 ms in both.
 
     Attributes:
-        starves: whether a job may wait for as long as others keep coming. If not, a long one
-            of low priority has to be served within seconds of overload.
+        starves: whether a job may wait as long as others keep arriving. If False, a long job
+            of low priority must end while shorter ones still arrive.
     """
 
     starves: ClassVar[bool] = False
@@ -351,7 +352,7 @@ class SchedulerTests(ABC):
     @_servers
     @_seeds
     def test_serves_everyone_once(self, seed: int, server: str) -> None:
-        """With less memory than running jobs could use, every request ends exactly once."""
+        """With too little memory for all running jobs, every request ends exactly once."""
         requests = _requests(seed)
         calls = self.serve(server, requests, tokens=64)
         ended = Counter(job for method, _, job in calls if method == "finished")
@@ -360,7 +361,7 @@ class SchedulerTests(ABC):
     @_servers
     @_seeds
     def test_runs_no_more_jobs_than_it_may(self, seed: int, server: str) -> None:
-        """At no time do more jobs run than the limit allows, and none runs twice at once."""
+        """At no time do more jobs run than `max_seqs`, and no job is admitted twice at once."""
         running: set[object] = set()
         for method, now, job in self.serve(server, _requests(seed), tokens=64):
             if method == "admitted":
@@ -373,7 +374,7 @@ class SchedulerTests(ABC):
     @_servers
     @_seeds
     def test_leaves_no_slot_empty(self, seed: int, server: str) -> None:
-        """With ample memory no job waits for longer than a step while fewer run than may."""
+        """With ample memory, no job waits for more than a step while a slot is free."""
         running: set[object] = set()
         waiting: set[object] = set()
         since = 0
@@ -393,21 +394,23 @@ class SchedulerTests(ABC):
     @_servers
     @_seeds
     def test_decides_alike_when_run_again(self, seed: int, server: str) -> None:
-        """Two new schedulers decide alike: nothing depends on addresses or chance."""
+        """Two new schedulers make the same decisions: none depends on addresses or chance."""
         requests = _requests(seed)
         once, again = (self.serve(server, requests, tokens=64) for _ in range(2))
         assert once == again, "run again, it decided otherwise"
 
     @_seeds
     def test_is_told_the_same_with_event_jumps(self, seed: int) -> None:
-        """Many decode steps at once, or one by one: it is told and asked the same."""
+        """With and without event jumps, the loop makes the same calls of the scheduler."""
         requests = _requests(seed)
         at_once = self.serve("loop", requests, tokens=64)
-        assert at_once == self.serve("loop", requests, tokens=64, jumps=False)
+        assert at_once == self.serve("loop", requests, tokens=64, jumps=False), (
+            "with event jumps, it was called otherwise than step by step"
+        )
 
     @pytest.mark.parametrize("jumps", [True, False])
     def test_is_asked_only_at_events(self, jumps: bool) -> None:  # noqa: FBT001
-        """A hundred times as many tokens lead to no more calls."""
+        """The number of calls does not depend on the number of generated tokens."""
         calls = {
             tokens: self.serve(
                 "loop", [_request(n, output_tokens=tokens) for n in range(3)], jumps=jumps
@@ -415,11 +418,11 @@ class SchedulerTests(ABC):
             for tokens in (30, 3000)
         }
         short, long = ([(call[0], call[2]) for call in these] for these in calls.values())
-        assert short == long
+        assert short == long, "a hundred times as many tokens led to other calls"
 
     @_servers
     def test_starves_nobody(self, server: str) -> None:
-        """A long job of low priority ends while shorter ones keep coming, more than fit."""
+        """A long job of low priority ends while shorter jobs overload the server."""
         if self.starves:
             pytest.skip("declares that jobs may starve: starves = True")
         requests = [
@@ -436,7 +439,7 @@ class SchedulerTests(ABC):
 
     @_servers
     def test_forgets_who_is_done(self, server: str) -> None:
-        """When all have finished it refers to none of them."""
+        """When all jobs have finished, the scheduler refers to none of them."""
         scheduler = self.make()
         requests = _requests(0)
         self.serve(server, requests, tokens=64, scheduler=scheduler)
@@ -453,13 +456,13 @@ class SchedulerTests(ABC):
         jumps: bool = True,
         scheduler: Scheduler | None = None,
     ) -> list[Call]:
-        """Serve `requests`, 3 at a time, in memory for `tokens` tokens; return the calls.
+        """Serve `requests` with 3 running jobs at most; return the calls of the scheduler.
 
         Args:
             server: `toy` or `loop`.
-            requests: what to serve, in order of arrival.
-            tokens: tokens of prompts and outputs that fit.
-            jumps: whether the loop may run many steps at once.
+            requests: the requests in order of arrival.
+            tokens: number of tokens, of prompts and outputs, for which there is memory.
+            jumps: whether the loop may compute many decode steps at once.
             scheduler: None for a new one.
         """
         scheduler = scheduler or self.make()
@@ -494,7 +497,7 @@ def _request(
 
 
 def _requests(seed: int) -> list[Request]:
-    """Return requests of all kinds, more than three at a time can serve as they come."""
+    """Return requests of all kinds, which arrive faster than three at a time are served."""
     random = Random(seed)  # noqa: S311 - nothing secret
     traffic = Traffic(key_tokens=_KEY, longest_wait=2)
     return [

@@ -40,39 +40,39 @@ _BYTES = 1000
 _IDENTITY = b"a model"
 
 Piece = tuple[bytes, Callable[[bytes], object]]
-"""Bytes that are kept of a block, and what writes others, perhaps fewer, in their place."""
+"""Stored bytes of a block, and a function that overwrites them."""
 
 
 class TierStoreTests:
-    """The tests of the bytes that a tier keeps; those of simulations alone keep none.
+    """Tests of the bytes that a tier stores; skipped for a tier of simulations alone.
 
-    Blocks go into slots in any order; whatever is asked for, what is returned as right is what
-    was written for the same keys, or nothing. If a store outlives its run (`survives`), a
-    later one finds its blocks again, and no other model's. `pieces` says where its bytes are,
-    so that these tests can damage them.
+    Whatever the order of slots and calls, a block that is read is the one that was written
+    last for the same chain, or is missing. If a store outlives its run (`survives`), a later
+    store finds its blocks, and none of another model. The tests damage the bytes that
+    `pieces` yields.
     """
 
     survives: ClassVar[bool] = False
-    """Whether `recover` finds what was there when the store was closed."""
+    """Whether `recover` finds the blocks of a store that was closed before."""
 
     def make(self, **options: Any) -> Tier:
-        """Return a new tier; those of one test share what outlives a run."""
+        """Return a new tier; tiers of one test share storage that outlives a run."""
         raise NotImplementedError
 
     def pieces(self, block: StoredBlock) -> Iterable[Piece]:
-        """Yield all that is kept of `block`. Called while a store is open; none by default."""
+        """Yield the stored bytes of `block`, none by default. Called while a store is open."""
         del block
         return ()
 
     def open(self, slots: int = _SLOTS, size: int = _BYTES, identity: bytes = _IDENTITY) -> Any:
-        """Return a store of a new tier, which closes at the end of a `with`."""
+        """Return a store of a new tier, which a `with` block closes."""
         tier = self.make(memory=slots * size)
         if type(tier).open is Tier.open:
-            pytest.skip("it keeps no bytes: it is for simulations alone")
+            pytest.skip("stores no bytes: it is for simulations alone")
         return closing(tier.open(slots, size, identity))
 
     def test_reads_what_it_wrote(self) -> None:
-        """Blocks in slots of any order are read as they were written, in another order."""
+        """Blocks in any slots are read as they were written, in any order."""
         blocks = _path(5, slots=[3, 4, 8, 1, 0])
         with self.open() as store:
             _write(store, blocks)
@@ -81,7 +81,7 @@ class TierStoreTests:
             assert _read(store, blocks[1:2]) == _data(blocks[1:2])
 
     def test_takes_a_matrix(self) -> None:
-        """Data may come as a matrix with a row a block, and be read into one."""
+        """`write` and `read` accept a matrix with a row for each block."""
         blocks = _path(4)
         with self.open() as store:
             rows = memoryview(_data(blocks)).cast("B", (4, _BYTES))
@@ -91,12 +91,12 @@ class TierStoreTests:
             assert into.tobytes() == _data(blocks)
 
     def test_memory_is_that_of_the_slots(self) -> None:
-        """If a store offers its memory, rows there are slots, and can be written."""
+        """Rows of `memory`, if a store has it, are slots, and can be written."""
         blocks = _path(4)
         with self.open() as store:
             memory = store.memory
             if memory is None:
-                pytest.skip("its slots are not in memory that a run can use")
+                pytest.skip("its slots are not in memory of this process: memory is None")
             assert memory.shape == (_SLOTS, _BYTES)
             assert not memory.readonly
             _write(store, blocks)
@@ -106,7 +106,7 @@ class TierStoreTests:
             assert _read(store, blocks) == b"".join([rows[0], rows[0], *rows[2:]])
 
     def test_nothing_is_nothing(self) -> None:
-        """Calls with no blocks do nothing; slots never written hold none."""
+        """Calls without blocks do nothing; a slot that was never written has no block."""
         empty = memoryview(bytearray())
         with self.open() as store:
             store.write([], empty)
@@ -116,7 +116,7 @@ class TierStoreTests:
 
     @pytest.mark.parametrize("what", ["chain", "position"])
     def test_other_blocks_are_not_there(self, what: str) -> None:
-        """A slot is read for the block that it was written for, and for no other."""
+        """A slot is read only for the block that was written to it."""
         blocks = _path(3)
         others: dict[str, Any] = {"chain": b"x" * 16, "position": 7}
         asked = [blocks[0], attrs.evolve(blocks[1], **{what: others[what]}), blocks[2]]
@@ -127,7 +127,7 @@ class TierStoreTests:
             assert _read(store, moved) == b""
 
     def test_a_slot_holds_what_was_written_last(self) -> None:
-        """A slot that is written again holds the new block, and the old one no more."""
+        """A slot that is written again has the new block, and no longer the old one."""
         old, new = _path(3), _path(3, text=1)
         with self.open() as store:
             _write(store, old)
@@ -136,7 +136,7 @@ class TierStoreTests:
             assert _read(store, old) == _data(old[:1])
 
     def test_dropped_blocks_are_gone(self) -> None:
-        """Blocks whose slots were dropped are neither read nor there; the others are."""
+        """Blocks whose slots were dropped cannot be read; the others can."""
         blocks = _path(4)
         with self.open() as store:
             _write(store, blocks)
@@ -148,7 +148,7 @@ class TierStoreTests:
             assert _read(store, blocks) == _data(blocks)
 
     def test_present_is_what_can_be_read(self) -> None:
-        """`present` never says that fewer blocks are there than can be read."""
+        """`present` counts at least the blocks that can be read."""
         blocks = _path(4)
         with self.open() as store:
             _write(store, blocks)
@@ -157,14 +157,14 @@ class TierStoreTests:
             assert store.present(blocks[1:]) == len(blocks) - 1
 
     def test_closes_twice(self) -> None:
-        """A store that is closed can be closed again."""
+        """A second `close` does nothing."""
         with self.open() as store:
             store.close()
 
     def test_the_next_run_finds_its_blocks(self) -> None:
-        """A new store has what was kept, in slots of its own; one that does not last nothing.
+        """A new store recovers the blocks of the last one, if `survives`, else none.
 
-        Dropped blocks and those that were written over are not among them.
+        Dropped and overwritten blocks are not among them.
         """
         old, new = _path(6, slots=[0, 1, 2, 3, 4, 5]), _path(2, text=1, slots=[1, 7])
         with self.open() as store:
@@ -185,7 +185,7 @@ class TierStoreTests:
             _check_same(list(store.recover()), found[3:])
 
     def test_keys_come_back_as_they_were(self) -> None:
-        """Integers, bytes and text are recovered as keys of their type, if at all."""
+        """Integers, bytes and strings are recovered as keys of their type, if at all."""
         keys: list[Key] = [
             0,
             -5,
@@ -211,7 +211,7 @@ class TierStoreTests:
                 _check_same(found, blocks)
 
     def test_any_key_serves_its_run(self) -> None:
-        """A block whose key cannot be kept is read in this run; a later one may not find it."""
+        """A block with a key that cannot be stored is read in this run at least."""
         keys: list[Key] = ["k" * 5000, (1, "two"), None, 10**3000]
         blocks = [
             attrs.evolve(_path(1, text=n)[0], slot=n, key=key) for n, key in enumerate(keys)
@@ -226,7 +226,7 @@ class TierStoreTests:
         "other", [{"identity": b"another model"}, {"size": _BYTES - 8}], ids=str
     )
     def test_of_another_model_nothing_is_used(self, other: dict[str, Any]) -> None:
-        """A store for another model or layout finds nothing, and leaves what is there."""
+        """A store for another model or layout finds no block, and changes none."""
         blocks = _path(3)
         with self.open() as store:
             _write(store, blocks)
@@ -243,17 +243,17 @@ class TierStoreTests:
 
     @pytest.mark.parametrize("closed", [False, True], ids=["open", "reopened"])
     def test_flipped_bits_are_found(self, *, closed: bool) -> None:
-        """Whichever bit of what is kept is flipped, no other K/V are read for it.
+        """A block with a flipped bit is missing or right, never wrong.
 
-        Bits at both ends of each piece, and every 97th, while the store is open, and before it
-        is opened again.
+        Bits at both ends of each piece and every 97th are flipped, while the store is open and
+        before it is opened again.
         """
         block = _path(1, slots=[5])[0]
         with self.open() as store:
             _write(store, [block])
             pieces = list(self.pieces(block))
             if not pieces:
-                pytest.skip("it does not say where its bytes are")
+                pytest.skip("pieces() yields nothing")
             if not closed:
                 _flip(pieces, lambda: [_read(store, [block])])
                 assert _read(store, [block]) == _data([block])
@@ -262,7 +262,7 @@ class TierStoreTests:
 
     @pytest.mark.parametrize("kept", [0, 1, 100, _BYTES - 1])
     def test_cut_pieces_are_found(self, kept: int) -> None:
-        """A block of which only the first bytes are left is not read."""
+        """A block of which only the first bytes are left is missing or right."""
         block = _path(1)[0]
         with self.open() as store:
             _write(store, [block])
@@ -272,7 +272,7 @@ class TierStoreTests:
                 put(whole)
 
     def _recovered(self, only: StoredBlock) -> list[bytes]:
-        """Return what a new run reads of the one block that was kept."""
+        """Return the bytes that a new store reads of the one block that was stored."""
         with self.open() as store:
             found = list(store.recover())
             assert _texts(found) <= _texts([only]), "another block was recovered"
@@ -280,7 +280,7 @@ class TierStoreTests:
 
     @pytest.mark.parametrize("seed", range(5))
     def test_random_calls(self, seed: int) -> None:
-        """Whatever is written, dropped and reopened, blocks are those written last, or none."""
+        """Through random writes, drops and reopenings, blocks are those written last."""
         random = Random(seed)  # noqa: S311
         held: dict[int, StoredBlock] = {}
         once, serial = self.open, 0
@@ -321,7 +321,7 @@ def _path(
 
 
 def _data(blocks: Sequence[StoredBlock]) -> bytes:
-    """Return the bytes that belong to the text of `blocks`."""
+    """Return the bytes of `blocks`, drawn from their chains."""
     return b"".join(Random(block.chain).randbytes(_BYTES) for block in blocks)  # noqa: S311
 
 
@@ -330,13 +330,13 @@ def _write(store: TierStore, blocks: Sequence[StoredBlock]) -> None:
 
 
 def _read(store: TierStore, blocks: Sequence[StoredBlock]) -> bytes:
-    """Return the bytes of the first blocks that are right."""
+    """Return the bytes of the blocks that can be read, up to the first that cannot."""
     into = memoryview(bytearray(len(blocks) * _BYTES))
     return bytes(into[: store.read(blocks, into) * _BYTES])
 
 
 def _check_same(found: list[StoredBlock], kept: list[StoredBlock]) -> None:
-    """Check that each block is kept once and whole; a store may renumber slots."""
+    """Check that two lists have the same blocks, each once; their slots may differ."""
     assert len({block.slot for block in found}) == len(found)
     assert _texts(found) == _texts(kept)
 
@@ -346,7 +346,7 @@ def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:
 
 
 def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
-    """Flip bits of each piece, one after another; check the blocks read meanwhile."""
+    """Flip bits of each piece, one at a time; check the blocks that are read then."""
     for whole, put in pieces:
         last = 8 * len(whole) - 1
         for bit in {*range(0, last, 97), *range(8), last}:
@@ -359,16 +359,15 @@ def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
 
 
 class TierTests(TierStoreTests):
-    """The tests that every tier passes. A derived `Test...` class says how to make one.
+    """Conformance tests of a tier; a derived `Test...` class makes the tier.
 
     `tier` is called with options by name, `memory` among them, and returns a new tier:
 
         class TestMine(TierTests):
             tier = Mine
 
-    A tier without code of its own in simulations has few tests to fail; those of its options
-    and of its header say whether runs with it can be told apart, and made again. Those of its
-    bytes are those of `TierStoreTests`.
+    The tests check its options, its times and its decisions in simulations, and whether the
+    header of a trace is enough to make it again; those of `TierStoreTests` check its bytes.
     """
 
     tier: ClassVar[Callable[..., Tier]]
@@ -377,7 +376,7 @@ class TierTests(TierStoreTests):
         """Return a new tier with these options; without `memory`, with that of 12 slots."""
         return type(self).tier(**({"memory": 12 * _SLOT} | options))
 
-    # The model of it: what a simulation takes it for.
+    # The tier in simulations.
 
     def test_is_a_named_tier(self) -> None:
         """Its class derives from Tier and has a name and a docstring of its own."""
@@ -404,32 +403,32 @@ class TierTests(TierStoreTests):
         ids=str,
     )
     def test_impossible_options_are_refused(self, wrong: dict[str, Any]) -> None:
-        """Sizes, rates, times and rules that cannot be raise InputError."""
+        """An impossible size, rate, time or rule is an InputError that names the option."""
         with pytest.raises(InputError, match=next(iter(wrong))):
             self.make(**wrong)
 
     def test_sizes_have_units(self) -> None:
-        """Memory and bandwidths may be text with a unit, and are bytes then."""
+        """Memory and bandwidths may be text with a unit, and become bytes."""
         tier = self.make(memory="2KiB", read_bandwidth="3GB", write_bandwidth="4MB")
         sizes = tier.memory, tier.read_bandwidth, tier.write_bandwidth
         assert sizes == (2048, 3 * 10**9, 4 * 10**6)
 
     def test_slots_are_whole_blocks_of_all_layers(self) -> None:
-        """There are as many slots as blocks fit, each with its bytes in all layers."""
+        """There is a slot for each block, of all layers, that fits into `memory`."""
         (level,) = Tiers(KVCache(4), [self.make(memory=5 * _SLOT - 1)], _SLOT).levels
         assert (level.pool.blocks + 1) * _SLOT == 5 * _SLOT
         with pytest.raises(InputError, match="less than a block"):
             Tiers(KVCache(4), [self.make(memory=_SLOT - 1)], _SLOT)
 
     def test_serves_one_run(self) -> None:
-        """One instance is for one run: a second cache is refused."""
+        """A second cache with the same tier is an InputError."""
         tier = self.make()
         Tiers(KVCache(4), [tier], _SLOT)
         with pytest.raises(InputError):
             Tiers(KVCache(4), [tier], _SLOT)
 
     def test_header_tells_how_to_make_it_again(self) -> None:
-        """What the header of a trace says of it is JSON, and its options make an equal one."""
+        """The options in the header of a trace make an equal tier."""
         out = BytesIO()
         trace = Trace(out)
         tier = self.make(eviction="lfu:half_life=3", write=2)
@@ -442,7 +441,7 @@ class TierTests(TierStoreTests):
 
     @pytest.mark.parametrize("blocks", [1, 7])
     def test_a_load_takes_latency_and_bytes_over_bandwidth(self, blocks: int) -> None:
-        """A load on a free link ends as its options say, rounded up; so does a write."""
+        """A transfer on a free link takes its latency plus bytes over bandwidth."""
         tier = self.make()
         link = Tiers(KVCache(4), [tier], _SLOT).levels[0].link
         size, latency = blocks * 10**6, round(tier.latency * NS_PER_S)
@@ -459,12 +458,12 @@ class TierTests(TierStoreTests):
         "rules", _RULES, ids=lambda rules: "-".join(map(str, rules.values()))
     )
     def test_random_traffic(self, rules: dict[str, Any]) -> None:
-        """Whatever its rules, every block is in one place, and decided on alike each time."""
+        """With any rules, tier and cache keep their invariants, and a second run is equal."""
         once, again = (_Traffic(self.make(**rules)).run(_RULES.index(rules)) for _ in range(2))
         assert once == again, "run again, it decided otherwise"
 
     def test_what_was_stored_is_found(self) -> None:
-        """Blocks that the pool has evicted are found, and loaded where loading is for free."""
+        """Blocks that the pool has evicted are found in the tier, and loaded."""
         traffic = _Traffic(self.make(memory=100 * _SLOT, load="always"))
         prompts = [
             Request(
@@ -482,7 +481,7 @@ class TierTests(TierStoreTests):
 
 
 class _Traffic:
-    """Random requests to a small cache above one tier, several open at a time.
+    """Serves random requests in a small cache above one tier, several at a time.
 
     The integrity of both is checked after each step.
     """
@@ -495,7 +494,7 @@ class _Traffic:
 
     @property
     def level(self) -> Level:
-        """The one tier."""
+        """Return the level of the tier."""
         return self.tiers.levels[0]
 
     def run(self, seed: int) -> list[tuple[int, ...]]:
@@ -527,7 +526,7 @@ class _Traffic:
         self.close(0)
 
     def open(self, request: Request) -> bool:
-        """Open `request`, and start to load what it did not hit; False if there is no room."""
+        """Open `request`, and start to load its misses; return False for lack of room."""
         try:
             seq = self.cache.open(request, None, self.now)
         except OutOfBlocks:

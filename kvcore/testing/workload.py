@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import finalize
@@ -17,10 +18,10 @@ _FEW = 4
 
 
 class WorkloadTests:
-    """What holds of every workload. Derive a `Test...` class and say how to make yours.
+    """Conformance tests of a workload; a derived `Test...` class makes the workload.
 
-    `workload` (or `make`, if that needs fixtures of the instance) returns a new one, made
-    with the same options each time:
+    `workload` (or `make`, if that needs fixtures of the instance) returns a new workload,
+    made with the same options each time:
 
         class TestMine(WorkloadTests):
             workload = staticmethod(lambda: Mine(path="some.file"))
@@ -40,9 +41,9 @@ class WorkloadTests:
         check_is_named(self.make(), Workload)
 
     def test_yields_requests(self) -> None:
-        """It yields at least one, and nothing but instances of Request."""
+        """Iteration yields at least one item, and only instances of Request."""
         found = {type(request) for request in self.make()}
-        assert found
+        assert found, "it has no requests"
         assert all(issubclass(each, Request) for each in found)
 
     def test_starts_again_from_the_beginning(self) -> None:
@@ -53,13 +54,13 @@ class WorkloadTests:
             assert first == second
 
     def test_iterators_do_not_disturb_each_other(self) -> None:
-        """Two iterators taken in turns yield equal requests."""
+        """Two iterators that advance in turns yield equal requests."""
         workload = self.make()
         for first, second in zip(workload, workload, strict=True):
             assert first == second
 
     def test_equal_options_give_equal_requests(self) -> None:
-        """A workload rebuilt from its own `options()` has its requests and its digest."""
+        """A workload built from the `options()` of another has its requests and its digest."""
         workload = self.make()
         again = type(workload)(**workload.options())
         assert workload.digest == again.digest
@@ -67,7 +68,7 @@ class WorkloadTests:
             assert first == second
 
     def test_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """At no time more than half of the requests exist, if the reader keeps none."""
+        """At no time do more than half of the requests exist, if the reader keeps none."""
         workload = self.make()
         total = sum(1 for _ in workload)
         if total < _FEW:
@@ -93,57 +94,69 @@ class WorkloadTests:
         assert most <= total // 2, f"{most} of {total} requests existed at once"
 
     def test_arrivals_do_not_decrease(self) -> None:
-        """Requests come in order of arrival, counted from 0 or later, in whole ns."""
+        """Requests are in order of arrival; arrivals are integers (ns), not negative."""
         earliest = 0
         for request in self.make():
-            assert type(request.arrival) is int, f"request {request.id!r}"
-            assert request.arrival >= earliest, f"request {request.id!r}"
+            where = f"request {request.id!r} arrives at {request.arrival!r}"
+            assert type(request.arrival) is int, f"{where}: not an integer (ns)"
+            assert request.arrival >= earliest, f"{where}, after one at {earliest}"
             earliest = request.arrival
 
     def test_ids_are_unique(self) -> None:
-        """No two requests have one id, and each is an integer or a text."""
+        """No two requests share an id; ids are integers or strings."""
         ids = [request.id for request in self.make()]
         assert {type(name) for name in ids} <= {int, str}
-        assert len(set(ids)) == len(ids)
+        twice = [name for name, times in Counter(ids).items() if times > 1]
+        assert not twice, f"ids of more than one request: {twice[:5]}"
 
     def test_keys_have_one_parent(self) -> None:
-        """A key stands after the same key, or at the start, wherever it turns up."""
+        """Every occurrence of a key has the same key before it, or begins a prompt."""
         for _ in checked(self.make()):
             pass
 
     def test_key_tokens_are_the_same_throughout(self) -> None:
-        """`key_tokens` is positive, and what each request says."""
+        """`key_tokens` is positive, and equal to that of each request."""
         workload = self.make()
         assert workload.key_tokens > 0
         for request in workload:
-            assert request.key_tokens == workload.key_tokens, f"request {request.id!r}"
+            assert request.key_tokens == workload.key_tokens, (
+                f"request {request.id!r} has keys of {request.key_tokens} tokens, the workload "
+                f"of {workload.key_tokens}"
+            )
 
     def test_prompts_cover_their_keys(self) -> None:
-        """A prompt has a token at least, and no key beyond its last token."""
+        """A prompt has at least one token, and each of its keys covers one of its tokens."""
         for request in self.make():
-            assert request.prompt_tokens > 0, f"request {request.id!r}"
-            assert request.output_tokens >= 0, f"request {request.id!r}"
+            where = f"request {request.id!r} has"
+            assert request.prompt_tokens > 0, f"{where} no prompt"
+            assert request.output_tokens >= 0, f"{where} {request.output_tokens} output tokens"
             assert (len(request.keys) - 1) * request.key_tokens < request.prompt_tokens, (
-                f"request {request.id!r}"
+                f"{where} {len(request.keys)} keys of {request.key_tokens} tokens for "
+                f"{request.prompt_tokens} prompt tokens"
             )
 
     def test_sessions_are_closed_loops(self) -> None:
-        """A request comes after an earlier one of its own session, if it says after which."""
+        """A request with `after` names an earlier request of its own session."""
         sessions: dict[int | str, str | None] = {}
         for request in self.make():
             if request.after is not None:
-                assert request.session is not None, f"request {request.id!r}"
-                assert sessions.get(request.after) == request.session, f"request {request.id!r}"
+                where = f"request {request.id!r} has after={request.after!r}"
+                assert request.session is not None, f"{where} and no session"
+                assert sessions.get(request.after) == request.session, (
+                    f"{where}, which is no earlier request of session {request.session!r}"
+                )
             sessions[request.id] = request.session
 
     def test_digest_is_stable(self) -> None:
-        """Two workloads made alike have one digest, in hexadecimal."""
+        """Two workloads with equal options have the same digest, in hexadecimal."""
         digest = self.make().digest
-        assert re.fullmatch("[0-9a-f]{16,}", digest)
-        assert digest == self.make().digest
+        assert re.fullmatch("[0-9a-f]{16,}", digest), (
+            f"digest is {digest!r}: expected 16 hexadecimal digits or more"
+        )
+        assert digest == self.make().digest, "made again, it has another digest"
 
     def test_size_is_right(self) -> None:
-        """`size` is the number of requests, or None."""
+        """`size` is the number of requests, if it is not None."""
         workload = self.make()
         if workload.size is None:
             pytest.skip("does not know its size without reading")

@@ -16,7 +16,14 @@ from helpers.kv_events import (
 )
 
 from kvcore import InputError, TraceError
-from kvcore.kv_events import BlockStored, PagesStored, UnparsedEvent, decode, encode
+from kvcore.kv_events import (
+    BlockStored,
+    BlockTracker,
+    PagesStored,
+    UnparsedEvent,
+    decode,
+    encode,
+)
 
 
 def read(*events):
@@ -135,6 +142,19 @@ def test_trtllm_blocks_have_levels():
     assert isinstance(run, PagesStored)
     assert (found.format, found.seq, found.ts, run.group) == ("trtllm", 7, None, 4096)
     assert [(b.hash, b.content, b.medium) for b in run.blocks()] == [(5, ((1, 0),), "LEVEL_0")]
+
+
+def test_dynamo_blocks_leave_by_the_hash_that_they_were_stored_by():
+    """Hashes may be signed, in both events: else blocks of an engine would never leave."""
+    block = b'{"block_hash":-4,"tokens_hash":5}'
+    lines = [
+        b'{"worker_id":1,"event":{"event_id":1,"data":{"stored":{"blocks":[%s]}}}}' % block,
+        b'{"worker_id":1,"event":{"event_id":2,"data":{"removed":{"block_hashes":[-4]}}}}',
+    ]
+    tracker = BlockTracker()
+    for line in lines:
+        tracker.apply(decode(line))
+    assert (tracker.stored, tracker.removed, tracker.anomalies["unread"]) == (1, 1, 0)
 
 
 def test_dynamo_blocks_have_hashes_of_their_tokens():
