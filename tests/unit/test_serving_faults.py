@@ -8,7 +8,7 @@ import pytest
 from helpers.schedulers import Planning
 from helpers.serving import Even, ask, serve
 
-from kvcore import InputError, PolicyError, Scheduler
+from kvcore import InputError, LatencyModel, PolicyError, Scheduler
 from kvcore.serving import StepPlan
 from kvcore_plugins.scheduler import FCFS, SRPT
 
@@ -131,6 +131,30 @@ def test_a_latency_model_that_gives_no_time(answer, message, jumps):
         message = message.replace("the lines of 1 decoding", r"takes -\d+ ps; give|decoding")
     with pytest.raises((PolicyError, InputError), match=message):
         serve(REQUESTS, latency=_answering(answer, jumps=jumps), max_seqs=1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (None, r"'timed': seconds\(.*\) returned None \(is a `return` missing\?\); give a fin"),
+        ("1 ms", r"'timed': seconds\(.*\) returned '1 ms'; give a finite number of seconds"),
+        (-1.0, r"'timed': seconds\(.*\) returned -1.0; give a finite number of seconds"),
+    ],
+)
+def test_seconds_that_are_no_time(seconds, message):
+    """The error says what the easy method returned, and that a `return` may be missing."""
+
+    class Timed(LatencyModel):
+        """Returns no time."""
+
+        name: ClassVar[str] = "timed"
+
+        def seconds(self, work):
+            """Return what is no time."""
+            return seconds
+
+    with pytest.raises(PolicyError, match=message):
+        serve(REQUESTS, latency=Timed(), max_seqs=1)
 
 
 @pytest.mark.parametrize("jumps", [True, False])
