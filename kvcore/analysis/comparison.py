@@ -305,6 +305,7 @@ class Bench:
 
         Raises:
             InputError: no workload, or an accounting or block size unfit for its keys.
+            PluginError: the workload has no name.
         """
         if not isinstance(workload, Workload):
             msg = (
@@ -312,6 +313,7 @@ class Bench:
                 "Plugins().build('workload', 'zipf:skew=1.5')"
             )
             raise InputError(msg)
+        check_name(type(workload))
         keys = workload.key_tokens
         geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
         return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)

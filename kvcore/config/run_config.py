@@ -33,7 +33,7 @@ from kvcore.errors import InputError
 from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.spec import DeviceSpec, ModelSpec, WeightDtype
 from kvcore.plugins import Plugin
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, as_text, nearest, parse
 from kvcore.request import SLO
 from kvcore.serving import Batching
@@ -784,7 +784,10 @@ def _text_of(value: object) -> str:
 def _workload(value: object) -> Any:
     if isinstance(value, Mapping):
         return _table(value)
-    if isinstance(value, str | Path | Spec | Workload):
+    if isinstance(value, Workload):
+        check_name(type(value))
+        return value
+    if isinstance(value, str | Path | Spec):
         return value
     return _refuse("a workload: a plugin's name with options, or the path of a file", value)
 
