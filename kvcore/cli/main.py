@@ -22,6 +22,7 @@ from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
     from click.shell_completion import CompletionItem
 
@@ -93,6 +94,9 @@ ABOUT = {
     "watch": "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.",
 }
 """How the help page of each verb begins: the list of all is printed without importing any."""
+
+LOOK_AGAIN_SECONDS = 0.02
+"""Time between two looks whether the modules that were loaded at a signal are."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 """Exit codes besides an error's own; the last three are those a shell gives for the signal."""
@@ -215,7 +219,8 @@ def kvcore(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit: what the program `kvcore` calls.
 
-    Once the verb is loaded, Ctrl-C and SIGTERM raise; an exception may get lost before.
+    Once the verb is loaded, Ctrl-C and SIGTERM raise; an exception may get lost before. If
+    the verb loads further modules, they raise when these are loaded, or the second time.
     """
     # Of what a run makes, hardly anything is a cycle: to look for some costs a tenth of it.
     gc.set_threshold(50_000, 20, 20)
@@ -226,10 +231,10 @@ def main() -> NoReturn:
     for verb in VERBS.keys() & sys.argv[1:2]:
         import_module(VERBS[verb])
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _interrupt)
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
     # Nor is any among what was imported.
     gc.freeze()
     code = run(sys.argv[1:])
@@ -280,8 +285,32 @@ def _tell(message: Warning | str, *_: object) -> None:
     echo(f"kvcore: {message}", err=True)
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt or `Terminated` for a signal, once no module is being loaded.
+
+    A module may catch whatever is raised while it loads. So a timer looks again until it is
+    loaded; the same signal raises at once when it comes a second time.
+    """
+    can_wait = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    if not can_wait or not _is_loading(frame):
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def look_again(_: int, frame: FrameType | None) -> None:
+        if not _is_loading(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _interrupt(number, frame)
+
+    signal.signal(signal.SIGALRM, look_again)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN_SECONDS, LOOK_AGAIN_SECONDS)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    """Return True if the code of `frame` runs within an import of a module."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _usage(error: click.ClickException) -> str:
@@ -290,7 +319,10 @@ def _usage(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption) and context is not None:
         return f"error: {_no_such_option(error.option_name, context)}{hint}"
     # click lists choices a line each.
-    return f"error: {' '.join(error.format_message().split()).rstrip('.')}{hint}"
+    message = " ".join(error.format_message().split())
+    if not message.endswith("..."):
+        message = message.removesuffix(".")
+    return f"error: {message}{hint}"
 
 
 def _no_such_option(flag: str, context: click.Context) -> str:
