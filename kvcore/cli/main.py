@@ -377,10 +377,15 @@ def _prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed; else a file would take its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
-        elif stream.errors in ("strict", "backslashreplace"):
-            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            continue
+        encoding = codecs.lookup(stream.encoding).name
+        # The locale C has the last of these, with which UTF-8 writes the names of all files.
+        if stream.errors in ("strict", "backslashreplace") or (
+            stream.errors == "surrogateescape" and encoding != "utf-8"
+        ):
             stream.reconfigure(
-                encoding="kvcore_ascii" if ascii_only else stream.encoding, errors="kvcore"
+                encoding="kvcore_ascii" if encoding == "ascii" else stream.encoding,
+                errors="kvcore",
             )
 
 

@@ -98,10 +98,14 @@ def test_verb_runs(verb, capsys):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437", "utf-8"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 @pytest.mark.parametrize("words", [["simulate", "zipf:requests=50"], ["sweep", "--help"]])
-def test_output_fits_any_encoding(monkeypatch, encoding, words):
-    """What an encoding lacks is written in ASCII that looks alike, and nothing is raised."""
-    stream = TextIOWrapper(BytesIO(), encoding, write_through=True)
+def test_output_fits_any_encoding(monkeypatch, encoding, errors, words):
+    """What an encoding lacks is written in ASCII that looks alike, and nothing is raised.
+
+    In the locale C the stream escapes surrogates.
+    """
+    stream = TextIOWrapper(BytesIO(), encoding, errors, write_through=True)
     monkeypatch.setattr(sys, "stdout", stream)
     frame._prepare_streams()
     assert frame.run(words) == 0
