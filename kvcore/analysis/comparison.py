@@ -313,7 +313,7 @@ class Bench:
                 "Plugins().build('workload', 'zipf:skew=1.5')"
             )
             raise InputError(msg)
-        check_name(type(workload))
+        check_name(workload)
         keys = workload.key_tokens
         geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
         return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)

@@ -785,7 +785,7 @@ def _workload(value: object) -> Any:
     if isinstance(value, Mapping):
         return _table(value)
     if isinstance(value, Workload):
-        check_name(type(value))
+        check_name(value)
         return value
     if isinstance(value, str | Path | Spec):
         return value
