@@ -186,7 +186,13 @@ def test_a_plan_that_raises_midway():
         serve(REQUESTS, scheduler=Midway())
 
 
-@pytest.mark.parametrize("plan", [None, [], StepPlan(admit=5), StepPlan(pause=5)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(None, [], StepPlan(admit=5), StepPlan(pause=5)),
+        *(StepPlan(admit="job"), StepPlan(pause="job"), StepPlan(admit=[[]])),
+    ],
+)
 def test_a_plan_that_is_none(plan):
     """What is no plan, or holds no jobs, is the plugin's fault."""
 
