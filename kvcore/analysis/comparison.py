@@ -308,6 +308,7 @@ class ReplaySetup:
 
         Raises:
             InputError: no workload, or an accounting or block size that does not fit its keys.
+            PluginError: the workload has no name.
         """
         if not isinstance(workload, Workload):
             msg = (
@@ -315,6 +316,7 @@ class ReplaySetup:
                 "Plugins().build('workload', 'zipf:skew=1.5')"
             )
             raise InputError(msg)
+        check_name(workload)
         keys = workload.key_tokens
         geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
         return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)

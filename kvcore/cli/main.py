@@ -22,6 +22,7 @@ from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
     from click.shell_completion import CompletionItem
 
@@ -71,6 +72,9 @@ ABOUT = {
 
 VERBS = {verb: f"kvcore.cli.{verb}" for verb in ABOUT}
 """The module of each verb, which has a click command of the verb's name."""
+
+LOOK_AGAIN_SECONDS = 0.02
+"""Time between two looks whether the modules that were loaded at a signal are."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 """Exit codes besides those of errors; the last three are those of a shell for the signal."""
@@ -186,7 +190,8 @@ def kvcore(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line of this process, and exit.
 
-    Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception.
+    Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception. While the
+    verb loads further modules, they raise when these are loaded, or the second time.
     """
     # A run makes hardly any cycles, and the search for them takes a tenth of its time.
     gc.set_threshold(50_000, 20, 20)
@@ -197,10 +202,10 @@ def main() -> NoReturn:
     for verb in VERBS.keys() & sys.argv[1:2]:
         import_module(VERBS[verb])
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _interrupt)
     before = signal.getsignal(signal.SIGINT)
     if callable(before):  # not ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
     # Imported objects are in no cycle that could be freed.
     gc.freeze()
     code = run(sys.argv[1:])
@@ -251,8 +256,32 @@ def _print_warning(message: Warning | str, *_: object) -> None:
     echo(f"kvcore: {message}", err=True)
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt or `Terminated` for a signal, once no module is being loaded.
+
+    A module may catch whatever is raised while it loads. So a timer looks again until it is
+    loaded; the same signal raises at once when it comes a second time.
+    """
+    can_wait = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    if not can_wait or not _is_loading(frame):
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def look_again(_: int, frame: FrameType | None) -> None:
+        if not _is_loading(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _interrupt(number, frame)
+
+    signal.signal(signal.SIGALRM, look_again)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN_SECONDS, LOOK_AGAIN_SECONDS)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    """Return True if the code of `frame` runs within an import of a module."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _usage(error: click.ClickException) -> str:
@@ -261,7 +290,10 @@ def _usage(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption) and context is not None:
         return f"error: {_no_such_option(error.option_name, context)}{hint}"
     # click lists choices a line each.
-    return f"error: {' '.join(error.format_message().split()).rstrip('.')}{hint}"
+    message = " ".join(error.format_message().split())
+    if not message.endswith("..."):
+        message = message.removesuffix(".")
+    return f"error: {message}{hint}"
 
 
 def _no_such_option(flag: str, context: click.Context) -> str:
@@ -316,10 +348,15 @@ def _prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed: the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
-        elif stream.errors in ("strict", "backslashreplace"):
-            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            continue
+        encoding = codecs.lookup(stream.encoding).name
+        # The locale C has the last of these, with which UTF-8 writes the names of all files.
+        if stream.errors in ("strict", "backslashreplace") or (
+            stream.errors == "surrogateescape" and encoding != "utf-8"
+        ):
             stream.reconfigure(
-                encoding="kvcore_ascii" if ascii_only else stream.encoding, errors="kvcore"
+                encoding="kvcore_ascii" if encoding == "ascii" else stream.encoding,
+                errors="kvcore",
             )
 
 

@@ -113,9 +113,15 @@ class Router(Plugin):
         """
         del now
         costs = [self.cost(request, each) for each in replicas]
-        # A sum is not a number where a cost is none; or where infinite ones cancel.
-        if isnan(sum(costs)) and any(map(isnan, costs)):
-            raise wrong_answer(self, f"cost() of request {request.id!r}", "nan: give a number")
+        question = f"cost() of request {request.id!r}"
+        try:
+            # A sum is not a number where a cost is none; or where infinite ones cancel.
+            has_nan = isnan(sum(costs)) and any(map(isnan, costs))
+        except TypeError as error:
+            hint = "is a `return` missing?" if None in costs else "give numbers"
+            raise wrong_answer(self, question, f"{costs}: {hint}") from error
+        if has_nan:
+            raise wrong_answer(self, question, "nan: give a number")
         return min(
             zip(costs, replicas, strict=True),
             key=lambda pair: (pair[0], pair[1].requests, pair[1].routed, pair[1].number),

@@ -404,7 +404,8 @@ class RunParts:
         except (InputError, PluginError) as error:
             named = [each for each in options if f"{each}=" in str(error)] or options
             about = self._naming(named[0])
-            if not about or len(named) > 1:
+            # Of nested parts the inner one has named it already.
+            if not about or len(named) > 1 or str(error).startswith(about):
                 raise
             msg = f"{about}{more}{error}"
             raise type(error)(msg) from error

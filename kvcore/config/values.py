@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin
+from kvcore.plugins.manager import check_name
 from kvcore.plugins.options import Spec, as_text, nearest, parse
 from kvcore.request import SLO
 from kvcore.trace.fields import EXPECTATIONS
@@ -182,7 +183,10 @@ def as_workload(value: object) -> Any:
     """Return a workload: an instance, text, a path, or the plugin that a table names."""
     if isinstance(value, Mapping):
         return _table(value)
-    if isinstance(value, str | Path | Spec | Workload):
+    if isinstance(value, Workload):
+        check_name(value)
+        return value
+    if isinstance(value, str | Path | Spec):
         return value
     return refuse("a workload: a plugin's name with options, or the path of a file", value)
 

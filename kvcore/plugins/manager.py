@@ -435,13 +435,14 @@ def base_of(kind: str) -> type[Plugin]:
     return next(v for v in names if isinstance(v, type) and vars(v).get("kind") == kind)
 
 
-def check_name(cls: type[Plugin]) -> None:
-    """Check that a plugin class has a name, which traces and tables need.
+def check_name(plugin: Plugin | type[Plugin]) -> None:
+    """Check that a plugin, or a class of plugins, has a name, which traces and tables need.
 
     Raises:
         PluginError: it has none.
     """
-    name = getattr(cls, "name", None)
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    name = getattr(plugin, "name", None)
     if not isinstance(name, str):
         msg = (
             f"{cls.kind} plugin {qualified(cls)} has no name ({name!r}): give the class one, "

@@ -407,6 +407,8 @@ class Batcher:
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
         """Yield the jobs that `plan` admits, which must be waiting."""
         for job in self._order.jobs(plan.admit):
+            if not isinstance(job, Job):
+                self._refuse_plan(job, "admitted", "is no job")
             if job.stage == LOADING:
                 continue  # it was admitted, and waits for its blocks
             if job not in self.waiting:

@@ -87,13 +87,17 @@ class LatencyModel(Plugin):
         """
         try:
             seconds = self.seconds(work)
-            is_time = 0 <= seconds < inf
         except FAILURES as error:
             raise_policy_error(self, "seconds", error)
+        try:
+            is_time = 0 <= seconds < inf
+        except (TypeError, ValueError):
+            is_time = False
         if not is_time:
+            hint = " (is a `return` missing?)" if seconds is None else ""
             msg = (
-                f"latency plugin {self.name!r}: seconds({work}) returned {seconds!r}; give a "
-                "finite number of seconds, 0 or more"
+                f"latency plugin {self.name!r}: seconds({work}) returned {seconds!r}{hint}; "
+                "give a finite number of seconds, 0 or more"
             )
             raise PolicyError(msg)
         return ((round(seconds * PS_PER_S), *(0 for _ in self.windows)),)

@@ -207,19 +207,10 @@ class Trace(SealedWriter, JsonRecorder):
 
         Raises:
             InputError: a key that is no int below 2**63, no 16 bytes and no 32-digit hex
-                string, or another field that JSON cannot hold.
+                string, or another field that a trace cannot hold.
         """
         if request.id not in self._seen:
-            line = self.request_line(request, now)
-            name = request.id
-            if (
-                len(line) > _PLAIN_FIELDS
-                or type(name) is not int
-                or not 0 <= name < INT64_LIMIT
-            ):
-                # In a batch it would be too late to say whose line cannot be rendered.
-                _check_line(f"request {request.id!r}", line)
-            self.write(line)
+            self.write(self.request_line(request, now))
             self._seen.add(request.id)
 
     @staticmethod
@@ -229,7 +220,19 @@ class Trace(SealedWriter, JsonRecorder):
         Raises:
             InputError: as for `request`.
         """
-        return {"n": 0, "t": now, "event": "REQUEST", **request_fields(request)}
+        line = {"n": 0, "t": now, "event": "REQUEST", **request_fields(request)}
+        name = request.id
+        if len(line) > _PLAIN_FIELDS or type(name) is not int or not 0 <= name < INT64_LIMIT:
+            # In a batch it would be too late to say whose line cannot be rendered.
+            raw = _render(f"request {name!r}", line)
+            from kvcore.trace.events import decode  # noqa: PLC0415  (imports msgspec)
+
+            try:
+                decode(raw)
+            except ValueError as error:
+                msg = f"request {name!r} cannot be written to a trace: {error}"
+                raise InputError(msg) from error
+        return line
 
     def flush(self) -> None:
         """Write all that is held back, so that a process killed later leaves it readable.
@@ -258,7 +261,7 @@ class Trace(SealedWriter, JsonRecorder):
             about = {"schema": SCHEMA, "kvcore": version(), "mode": run.pop("mode")}
             logger = bind_logger(self._buffer, self.batch_lines)
             line = {"n": 0, "t": 0, "event": "HEADER", **plain({**about, **cache, **run})}
-            _check_line("the header", line)
+            _render("the header", line)
             logger.write(line)
             self._logger, self.write = logger, logger.write
             for line in self._recovered:
@@ -319,10 +322,10 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _check_line(what: str, line: dict[str, Any]) -> None:
-    """Raise InputError if a line cannot be rendered."""
+def _render(what: str, line: dict[str, Any]) -> bytes:
+    """Return a line as JSON; raise InputError if it cannot be rendered."""
     try:
-        dumps(line)
+        return dumps(line)
     except TypeError as error:
         msg = f"{what} cannot be written to a trace: {error}"
         raise InputError(msg) from error

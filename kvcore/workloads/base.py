@@ -228,6 +228,9 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     # Of paths that several requests share, by identity, how far they were checked.
     checked_paths: dict[int, tuple[object, int]] = {}
     for number, request in enumerate(islice(requests, checked_requests), 1):
+        if not isinstance(request, Request):
+            msg = f"number {number} of the workload is {request!r:.60}, which is no Request"
+            raise InputError(msg)
         keys, done, last = request.keys, 0, root
         if type(keys) is KeyPrefix and keys:
             count = len(keys)

@@ -135,6 +135,8 @@ def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
     [
         ("bloks = 3", "there is no option 'bloks' (did you mean 'blocks'?)"),
         ("config = 'a.toml'", "there is no option 'config'"),
+        ("codec = 'fp3'", "run.toml: codec: no codec plugin is named 'fp3'"),
+        ("fail = 'replica=0,at=-1'", "run.toml: fail: time '-1'"),
         ("[batching]\nmax_token = 3", "[batching] has no key 'max_token' (did you mean"),
         ("[slo]\ntft = 3", "[slo] has no key 'tft' (did you mean 'ttft'?)"),
         ("max_tokens = 3.5", "max_tokens: expected a whole number, not 3.5"),
@@ -156,7 +158,9 @@ def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
 )
 def test_what_cannot_be_is_refused(refusal, toml, reason):
     """The message names the file, the key, and what there is or what is nearest."""
-    assert reason in refusal(toml)
+    error = refusal(toml)
+    assert reason in error
+    assert error.count("run.toml") == 1
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):

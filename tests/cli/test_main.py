@@ -55,6 +55,22 @@ main.main()
 """
 
 
+ASKED_TO_END_BY_A_MODULE = """
+import sys, types, click
+from kvcore.cli import main
+
+@click.command()
+def talk():
+    import swallows
+    while True:
+        pass
+
+sys.modules["talk"] = types.SimpleNamespace(talk=talk)
+main.VERBS["talk"] = "talk"
+main.main()
+"""
+
+
 @pytest.fixture
 def verb(monkeypatch):
     """Return a function that makes `act` a verb which raises, or prints, what it is given."""
@@ -83,10 +99,14 @@ def test_verb_runs(verb, capsys):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "cp437", "utf-8"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 @pytest.mark.parametrize("words", [["simulate", "zipf:requests=50"], ["sweep", "--help"]])
-def test_output_fits_any_encoding(monkeypatch, encoding, words):
-    """What an encoding lacks is written in ASCII that looks alike, and nothing is raised."""
-    stream = TextIOWrapper(BytesIO(), encoding, write_through=True)
+def test_output_fits_any_encoding(monkeypatch, encoding, errors, words):
+    """What an encoding lacks is written in ASCII that looks alike, and nothing is raised.
+
+    In the locale C the stream escapes surrogates.
+    """
+    stream = TextIOWrapper(BytesIO(), encoding, errors, write_through=True)
     monkeypatch.setattr(sys, "stdout", stream)
     frame._prepare_streams()
     assert frame.run(words) == 0
@@ -187,6 +207,30 @@ def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code, word):
+    """A module that catches everything while it loads, as torch does, does not catch it."""
+    (tmp_path / "swallows.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), signal.{number})\n"
+        "    sum(range(10**6))\n"
+        "except BaseException:\n"
+        "    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_TO_END_BY_A_MODULE, "talk"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+    )
+    assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
 
 
 def test_no_verb_prints_help(verb, capsys):

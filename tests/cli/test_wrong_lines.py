@@ -316,6 +316,7 @@ compare W --eviction optimum --accounting tokens | in `keys` accounting alone
 compare W --eviction optimum --prefix none | nothing of prefix cache 'none'
 compare W --prefix nope | 'nope'
 compare W --prefix '' | '' has an empty name
+plan W --eviction '' | write NAME or NAME:option=value,...; try `kvcore plan --help`
 compare W --block-size 0 | block
 compare W --block-size 7 | block size 7 and the workload's keys of 16 tokens
 compare W --seed x | '--seed'

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 import kvcore
-from kvcore import SLO, InputError, KVCache, ScoreEviction
+from kvcore import SLO, InputError, KVCache, PluginError, ScoreEviction, Workload
+from kvcore.analysis import compare
 from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
 from kvcore.config.options import option_names
@@ -106,6 +108,27 @@ def test_requests_alone_need_a_cache():
     assert kvcore.simulate(requests, cache=KVCache(900, 16)).summary()["completed"] == 3
     with pytest.raises(InputError, match="is no workload: give a name, a file or a Workload"):
         kvcore.simulate(requests)
+
+
+def test_a_workload_without_a_name_is_refused():
+    """Before a trace or a table has to name it, as plugins of other kinds."""
+
+    class Nameless(Workload):
+        """Yields nothing."""
+
+        key_tokens = 16
+
+        def __iter__(self):
+            """Yield nothing."""
+            return iter(())
+
+    for serve in (
+        kvcore.simulate,
+        partial(kvcore.compare, policies="lru"),
+        partial(compare, policies="lru"),
+    ):
+        with pytest.raises(PluginError, match=r"Nameless has no name .*such as name ="):
+            serve(Nameless())
 
 
 def test_a_trace_is_written(tmp_path):

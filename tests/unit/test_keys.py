@@ -219,6 +219,13 @@ def test_requests_of_shared_keys_hit_as_those_of_lists():
         assert hits[:6] == hits[6:]
 
 
+def test_what_is_no_request_is_named():
+    """In a list of requests for a cache of one's own there is no plugin to be named."""
+    requests = [Request(id=1, prompt_tokens=4, key_tokens=4), {"id": 2}]
+    with pytest.raises(InputError, match=r"number 2 of the workload is {'id': 2}, which is no"):
+        list(check_keys(requests))
+
+
 def test_shared_keys_are_checked_as_those_of_lists():
     """A key that stands under two parents in a path is found when it first comes."""
     requests = turns(2, 2, 4, 6, path=[1, 2, 3, 4, 2, 5])

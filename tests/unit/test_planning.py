@@ -14,7 +14,8 @@ from kvcore.analysis import replay
 from kvcore.analysis.belady import Belady, Foresight, Future
 from kvcore.analysis.fleet import Fleet, Traffic, replica_of
 from kvcore.analysis.planning import plan as search
-from kvcore.analysis.sweep import Journal
+from kvcore.analysis.sweep import Grid, Journal, Plan
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
 
@@ -267,6 +268,24 @@ def asked(number, keys, session=None):
     return Request(
         id=number, prompt_tokens=4 * len(keys), keys=keys, key_tokens=4, session=session
     )
+
+
+def test_a_workload_that_is_no_plugin_is_planned_for():
+    """The instance itself is simulated, not a plugin of its name, and each by itself."""
+
+    def traffic(count):
+        return Requests(
+            [
+                Request(id=n, prompt_tokens=4, output_tokens=1, keys=[n % 20], key_tokens=4)
+                for n in range(count)
+            ]
+        )
+
+    once, again = traffic(20), traffic(40)
+    again.name = "zipf"
+    assert [plan(each, slo="ttft=1", **ONE).requests for each in (once, again)] == [20, 40]
+    tasks = Plan.of(Grid("compare", workload=[once, again], blocks=100)).tasks
+    assert [each.result["requests"] for each in ThisProcess().run(tasks)] == [20, 40]
 
 
 def test_sessions_stay_together_whatever_their_prompts():

@@ -8,7 +8,7 @@ import pytest
 from helpers.schedulers import Planning
 from helpers.serving import Even, ask, serve
 
-from kvcore import InputError, PolicyError, Scheduler
+from kvcore import InputError, LatencyModel, PolicyError, Scheduler
 from kvcore.serving import StepPlan
 from kvcore_plugins.scheduler import FCFS, SRPT
 
@@ -133,6 +133,30 @@ def test_a_latency_model_that_gives_no_time(answer, message, jumps):
         serve(REQUESTS, latency=_answering(answer, jumps=jumps), max_seqs=1)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (None, r"'timed': seconds\(.*\) returned None \(is a `return` missing\?\); give a fin"),
+        ("1 ms", r"'timed': seconds\(.*\) returned '1 ms'; give a finite number of seconds"),
+        (-1.0, r"'timed': seconds\(.*\) returned -1.0; give a finite number of seconds"),
+    ],
+)
+def test_seconds_that_are_no_time(seconds, message):
+    """The error says what the easy method returned, and that a `return` may be missing."""
+
+    class Timed(LatencyModel):
+        """Returns no time."""
+
+        name: ClassVar[str] = "timed"
+
+        def seconds(self, work):
+            """Return what is no time."""
+            return seconds
+
+    with pytest.raises(PolicyError, match=message):
+        serve(REQUESTS, latency=Timed(), max_seqs=1)
+
+
 @pytest.mark.parametrize("jumps", [True, False])
 def test_a_decode_step_that_takes_too_long(jumps):
     """The clock has an end, and the latency model that passes it is named."""
@@ -162,7 +186,13 @@ def test_a_plan_that_raises_midway():
         serve(REQUESTS, scheduler=Midway())
 
 
-@pytest.mark.parametrize("plan", [None, [], StepPlan(admit=5), StepPlan(pause=5)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(None, [], StepPlan(admit=5), StepPlan(pause=5)),
+        *(StepPlan(admit="job"), StepPlan(pause="job"), StepPlan(admit=[[]])),
+    ],
+)
 def test_a_plan_that_is_none(plan):
     """What is no plan, or holds no jobs, is the plugin's fault."""
 

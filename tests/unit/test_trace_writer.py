@@ -106,6 +106,19 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
         write(tmp_path / "trace.jsonl", ask(3, "a", tenant=object()))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("id", None), ("id", 1.5), ("id", (1, 2)), ("salt", 3), ("tenant", 4), ("priority", 0.5)],
+)
+def test_a_field_that_no_reader_would_take_is_refused(tmp_path, field, value):
+    """A request that serves well in memory does not make a trace that cannot be read."""
+    request = attrs.evolve(ask(1, "a"), **{field: value})
+    where = rf"cannot be written to a trace: REQUEST field '{field}' must be"
+    with pytest.raises(InputError, match=where):
+        write(tmp_path / "trace.jsonl", request)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_array_of_ids_is_written_as_runs(tmp_path):
     """The cache hands over ids as they are; the line has runs."""
     free = ("FREE", {"seq": 1, "runs": array("i", [7, 6, 3]), "reason": "close"})

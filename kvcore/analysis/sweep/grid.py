@@ -192,13 +192,17 @@ def _resolved(name: str, value: Any) -> Any:
     return float(value) if option_type(name) is float else value
 
 
-def _workload(given: str | Path | Workload) -> Spec:
-    """Return a workload as a plugin with options, from which other processes build it."""
+def _workload(given: str | Path | Workload) -> Spec | Workload:
+    """Return a workload as a plugin with options, or an instance that no name would build."""
     plugins = Plugins()
-    if isinstance(given, str) and given.partition(":")[0].strip() in plugins.names("workload"):
+    known = plugins.names("workload")
+    if isinstance(given, Workload):
+        registered = given.name in known and plugins.get("workload", given.name) is type(given)
+        return spec_of(given) if registered else given
+    if isinstance(given, str) and given.partition(":")[0].strip() in known:
         with suppress(InputError):  # `trace:FILE` is short for a path
             return read_plugin(given)
-    return spec_of(given if isinstance(given, Workload) else find_workload(str(given), plugins))
+    return spec_of(find_workload(str(given), plugins))
 
 
 def _unknown(name: str, mode: Mode, known: list[str]) -> str:

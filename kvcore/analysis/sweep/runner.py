@@ -195,7 +195,9 @@ class WorkloadCache:
 
 
 def _workload_key(cell: RunConfig) -> tuple[object, ...]:
-    return str(cell.workload), cell.seed, cell.limit, cell.window
+    workload = cell.workload
+    named = workload if isinstance(workload, Workload) else str(workload)
+    return named, cell.seed, cell.limit, cell.window
 
 
 class CellRun:
