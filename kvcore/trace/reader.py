@@ -37,7 +37,7 @@ class _Builder(Protocol):
 Builder = TypeVar("Builder", bound=_Builder)
 
 LONGEST_HEADER = 1 << 20
-"""Bytes of the one line in which any JSON may stand."""
+"""Largest number of bytes of HEADER, the only line with fields of any JSON."""
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
@@ -89,11 +89,11 @@ class TraceReader(SealedReader["Event"]):
         self._counts: dict[str, int] = {}
 
     def feed(self, start: Callable[[Header], Builder], tick: Tick = unseen) -> Builder:
-        """Return what `start` makes of HEADER, after it took all events that follow.
+        """Return the builder that `start` makes from HEADER, once it has all events.
 
         Args:
-            start: its errors, and those of `take`, are ValueErrors.
-            tick: called with the bytes of the file that are done.
+            start: makes the builder from HEADER; it and `take` raise ValueError for a fault.
+            tick: called with the number of bytes of the file that are done.
 
         Raises:
             TraceError: there is no HEADER, or an event contradicts what came before.
@@ -113,7 +113,7 @@ class TraceReader(SealedReader["Event"]):
         return builder
 
     def _parse(self, raw: bytes) -> Event:
-        """Return the event of the next line, after every check that needs no later one."""
+        """Return the event of the next line, once it is checked against those before it."""
         n = self.line - 1
         if not n:
             self._check_header(raw)
@@ -146,7 +146,7 @@ class TraceReader(SealedReader["Event"]):
         return event
 
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
-        """Refuse a line that has a name twice, or is otherwise not written as kvcore does."""
+        """Refuse a line that has a name twice, or is not written as kvcore writes it."""
         plain = colons == self._required_names[type(event)]
         if not (plain or colons == self._count_names(event)) or (
             self._odd_bytes and ODD_BYTES.search(raw)
@@ -156,14 +156,14 @@ class TraceReader(SealedReader["Event"]):
             self._check_placed(event)
 
     def _check_placed(self, event: Event) -> None:
-        """Refuse a replica in the trace of one server; of a cluster expect one from now on."""
+        """Refuse a replica in the trace of one server; expect one after HEADER of a cluster."""
         if event.event == "HEADER" and event.replicas:  # type: ignore[attr-defined]
             self._required_names = self._placed_names
         elif isinstance(event.replica, int) and self._required_names is not self._placed_names:
             self.fail(f"{event.event} has a field 'replica', but HEADER has no replicas")
 
     def _check_header(self, raw: bytes) -> None:
-        """Refuse a file that begins as no trace, or as one of another schema."""
+        """Refuse a file whose first line is not HEADER of this schema."""
         if len(raw) > LONGEST_HEADER:
             self.fail(f"HEADER is longer than {LONGEST_HEADER:,} bytes, which is the most")
         try:
@@ -181,17 +181,17 @@ class TraceReader(SealedReader["Event"]):
 
 @attrs.define(slots=False, eq=False)
 class TraceWorkload(Workload):
-    """The requests of a trace, as the workload of which it is a recording.
+    """The requests of a trace, as those of the recorded workload.
 
-    Its name, digest, options and key size are those of the recorded workload; without one
-    it is `trace`, with the digest of the file. Requests come in the order in which they
-    arrived. Those of an open loop arrive as the workload had them, whatever the rate at
-    which they were run: at that rate they arrive when they did (a trace that was run faster
-    than real time has lost up to `rate_scale` ns of each). One that came after another
-    arrives when it did.
+    Name, digest, options and key size are those of the recorded workload; where HEADER has
+    none, the name is `trace` and the digest that of the file. Requests come in order of
+    arrival. Requests of an open loop arrive when the workload let them, whatever the rate of
+    the run: run at that rate again, they arrive as recorded (a trace at a rate above 1 has
+    lost up to `rate_scale` ns of each time). A request that came after another one arrives
+    as recorded.
 
     Attributes:
-        file: the trace; a kvcore trace of any mode.
+        file: path of a kvcore trace of any mode.
 
     Raises:
         InputError: the file cannot be read.
@@ -203,14 +203,14 @@ class TraceWorkload(Workload):
     file: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a REQUEST line. Memory: one request, and the recorded keys."""
+        """Yield a request for each REQUEST line. Memory: one request, and the recorded keys."""
         from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
 
         scale, recorded_keys = self._scale, self.recorded_keys
         for reader, event in self._events():
             if not isinstance(event, events.Request):
                 continue
-            # Rounded up, as running it rounds down.
+            # Rounded up, since the run rounds down.
             arrival = -(-event.t * scale.numerator // scale.denominator)
             try:
                 request = read_request(event, arrival)
@@ -235,9 +235,9 @@ class TraceWorkload(Workload):
 
     @cached_property
     def recorded_keys(self) -> dict[int | str, list[Key]]:
-        """Keys of generated blocks that only the run could tell, by request, in order.
+        """Keys of generated blocks that the workload did not have, by request, in order.
 
-        Of a run on texts; the trace of another run has none, and is not read for them.
+        Runs on texts and engines record them; a trace of another run is not read for them.
         """
         from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
 
@@ -262,15 +262,15 @@ class TraceWorkload(Workload):
 
     @property
     def key_tokens(self) -> int:
-        """Tokens a key stands for."""
+        """Tokens of a key."""
         return self.header.key_tokens
 
     @property
     def restores(self) -> bool:
         """Whether the requests are exactly those of the recorded workload. Reads the file.
 
-        They are not where requests were sent after others under a clock, where a run on
-        texts has recorded keys of its own, or where the rate rounded the times.
+        They are not where requests came after others under a clock, where the run has recorded
+        keys of its own, or where the rate has rounded the times.
         """
         from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
 
@@ -293,7 +293,7 @@ class TraceWorkload(Workload):
         return Fraction(str(self.header.rate_scale or 1))
 
     def _events(self) -> Iterator[tuple[TraceReader, Event]]:
-        """Yield the events with their reader, and check that the end is there."""
+        """Yield the events with their reader; raise TraceError if the file is cut."""
         reader = TraceReader(self.file)
         for event in reader:
             yield reader, event
