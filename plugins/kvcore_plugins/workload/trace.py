@@ -16,12 +16,12 @@ from kvcore.workloads import file_digest
 
 @attrs.define(eq=False)
 class Recording(Workload):
-    """The requests of a kvcore trace that is whole, every line of which is checked.
+    """The requests of a complete kvcore trace, every line of which is checked.
 
-    Open-loop requests arrive as the recorded workload had them, whatever the rate at which
-    it was run. The digest is that of the recorded workload where these are exactly its
-    requests, so that results on both can be compared; else that of the file. `jsonl` reads
-    the same lines as they are, of a cut file or one written by hand as well.
+    Open-loop requests arrive as in the recorded workload, whatever the rate of the run. The
+    digest is that of the recorded workload where these are exactly its requests, so that
+    results on both can be compared; otherwise that of the file. `jsonl` reads the same lines
+    without these checks, also from a cut file or one written by hand.
 
     Attributes:
         path: the trace.
@@ -32,7 +32,7 @@ class Recording(Workload):
     path: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each REQUEST line. Keeps one line in memory.
+        """Yield a request for each REQUEST line. Memory: one line.
 
         Raises:
             TraceError: a line is damaged, or the file is cut.
@@ -41,7 +41,7 @@ class Recording(Workload):
 
     @property
     def key_tokens(self) -> int:
-        """Tokens a key stands for."""
+        """Number of tokens of a key."""
         return TraceWorkload(self.path).key_tokens
 
     @property
