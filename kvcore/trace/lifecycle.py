@@ -221,11 +221,7 @@ class Lifecycles:
         life.stage = REJECTED
         self.rejected += 1
 
-    def _at(
-        self,
-        event: events.FirstToken | events.Preempt | events.Resume | events.Finish,
-        *stages: str,
-    ) -> Lifecycle:
+    def _at(self, event: events.RequestEvent, *stages: str) -> Lifecycle:
         """Return the life cycle of the request of `event`, which must be at one of `stages`."""
         life = self._running(event.request)
         if life.seq != event.seq:
