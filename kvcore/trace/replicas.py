@@ -82,14 +82,14 @@ class Replicas:
             ViolationError: there is no such replica or request.
         """
         name, replica = event.event, event.replica
-        if name in ("FINISH", "REJECT"):
-            id_: int | str = event.request  # type: ignore[attr-defined]
+        if isinstance(event, (events.Finish, events.Reject)):
+            id_ = event.request
             if self.prefills.get(id_, UNSET) != replica:
                 self.requests.pop(id_, None)
                 self.prefills.pop(id_, None)
         if name in UNPLACED and replica is UNSET:
-            if name == "REQUEST":
-                self.requests[event.id] = event  # type: ignore[attr-defined, assignment]
+            if isinstance(event, events.Request):
+                self.requests[event.id] = event
             return None
         if not isinstance(replica, int) or replica >= len(self.headers) or name in NOBODYS:
             last = len(self.headers) - 1
@@ -100,8 +100,8 @@ class Replicas:
             self.up[replica] = True
         elif name == "FAIL":
             self.up[replica] = False
-        elif name == "ROUTE":
-            return replica, self._routed(event, replica)  # type: ignore[arg-type]
+        elif isinstance(event, events.Route):
+            return replica, self._routed(event, replica)
         return replica, event
 
     def _routed(self, event: events.Route, replica: int) -> events.Request:
