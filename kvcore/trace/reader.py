@@ -7,24 +7,23 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import attrs
+import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
+from kvcore.trace import events
+from kvcore.trace.events import Event, Header
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace.events import Event, Header
 
 
 class _Builder(Protocol):
@@ -51,10 +50,6 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a trace line, as its reader accepts it."""
-    import msgspec  # noqa: PLC0415  (slow)
-
-    from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
     lines, parts = msgspec.json.schema_components(
         [*events.EVENTS.values(), events.Drop], ref_template="#/$defs/{name}"
     )
@@ -66,7 +61,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-class TraceReader(SealedReader["Event"]):
+class TraceReader(SealedReader[Event]):
     """Reads a trace once, line by line; `.gz` and `.zst` are recognised by their first bytes.
 
     Iterating yields each line as its Struct of `kvcore.trace.events`, checked: its event and
@@ -79,12 +74,8 @@ class TraceReader(SealedReader["Event"]):
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         super().__init__(file)
-        self._decode = events.decode
-        self._required_names, self._count_names = events.REQUIRED_NAMES, events.count_names
-        self._placed_names = events.PLACED_NAMES
+        self._required_names = events.REQUIRED_NAMES
         self._time = 0
         self._counts: dict[str, int] = {}
 
@@ -118,7 +109,7 @@ class TraceReader(SealedReader["Event"]):
         if not n:
             self._check_header(raw)
         try:
-            event = self._decode(raw)
+            event = events.decode(raw)
         except ValueError as error:
             self.fail(str(error))
         name, now = event.event, event.t
@@ -148,7 +139,7 @@ class TraceReader(SealedReader["Event"]):
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
         """Refuse a line that has a name twice, or is not written as kvcore writes it."""
         plain = colons == self._required_names[type(event)]
-        if not (plain or colons == self._count_names(event)) or (
+        if not (plain or colons == events.count_names(event)) or (
             self._odd_bytes and ODD_BYTES.search(raw)
         ):
             self._must_be_as_written(raw, orjson.loads(raw))
@@ -158,8 +149,8 @@ class TraceReader(SealedReader["Event"]):
     def _check_placed(self, event: Event) -> None:
         """Refuse a replica in the trace of one server; expect one after HEADER of a cluster."""
         if event.event == "HEADER" and event.replicas:  # type: ignore[attr-defined]
-            self._required_names = self._placed_names
-        elif isinstance(event.replica, int) and self._required_names is not self._placed_names:
+            self._required_names = events.PLACED_NAMES
+        elif isinstance(event.replica, int) and self._required_names is not events.PLACED_NAMES:
             self.fail(f"{event.event} has a field 'replica', but HEADER has no replicas")
 
     def _check_header(self, raw: bytes) -> None:
@@ -204,8 +195,6 @@ class TraceWorkload(Workload):
 
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one request, and the recorded keys."""
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         scale, recorded_keys = self._scale, self.recorded_keys
         for reader, event in self._events():
             if not isinstance(event, events.Request):
@@ -239,8 +228,6 @@ class TraceWorkload(Workload):
 
         Runs on texts and engines record them; a trace of another run is not read for them.
         """
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         recorded: dict[int | str, list[Key]] = {}
         if self.header.executor == "run" or self.header.engine:
             for _, event in self._events():
@@ -272,8 +259,6 @@ class TraceWorkload(Workload):
         They are not where requests came after others under a clock, where the run has recorded
         keys of its own, or where the rate has rounded the times.
         """
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         if self.header.workload is None or self._scale > 1 or self.recorded_keys:
             return False
         if self.header.mode == "untimed":

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore import Request, Workload
+from kvcore import Request, Workload, trace
 from kvcore.files import as_path
-from kvcore.trace import TraceWorkload
 from kvcore.workloads import file_digest
 
 
@@ -37,15 +36,15 @@ class Recording(Workload):
         Raises:
             TraceError: a line is damaged, or the file is cut.
         """
-        return iter(TraceWorkload(self.path))
+        return iter(trace.TraceWorkload(self.path))
 
     @property
     def key_tokens(self) -> int:
         """Number of tokens of a key."""
-        return TraceWorkload(self.path).key_tokens
+        return trace.TraceWorkload(self.path).key_tokens
 
     @property
     def digest(self) -> str:
         """The digest of the recorded workload, or of the file. Reads the file."""
-        recorded = TraceWorkload(self.path)
+        recorded = trace.TraceWorkload(self.path)
         return recorded.digest if recorded.restores else file_digest(self.path)
