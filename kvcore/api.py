@@ -51,7 +51,7 @@ SERVING = ("scheduler", "latency", "drafter", "batching", "slo", "rate_scale")
 COMPUTING = (
     *("generator", "backend", "dtype", "codec", "clock", "stop_at_eos", "seed", "threads"),
 )
-"""Options that go with one in a run on tensors."""
+"""Further options that go with a cache of the caller's in a run on tensors."""
 
 
 class PoolOptions(TypedDict, total=False):
@@ -142,20 +142,21 @@ def simulate(
     """Serve a workload in the time that a latency model gives.
 
     `kvcore.simulate("mooncake", model="llama-3-8b", device="h100", scheduler="srpt")` builds
-    what `kvcore simulate` builds: the pool is what the GPUs leave beside the weights, and
-    defaults are those of the command. With a `cache` of your own, only options of what serves
-    requests are taken, and what is left out is as in `kvcore.serving.simulate`.
+    what `kvcore simulate` builds: the pool fills the memory of the GPUs beside the weights, and
+    defaults are those of the command. With a `cache` of your own, only options of the server
+    are accepted, and their defaults are those of `kvcore.serving.simulate`.
 
     Args:
-        workload: where the requests come from. Without a `cache`, requests need a workload.
+        workload: the requests: a plugin with options, a file, a workload, or with a `cache`
+            requests alone.
         cache: a new cache that accounts for tokens; None: one is built from the options.
         max_output: for `allocation="contiguous"`, the longest possible output in tokens;
             None: the longest of the workload.
-        fragmentation: whether to measure what memory is used for.
+        fragmentation: whether to measure the use of memory.
         residency: whether to measure how long blocks rest.
         jumps: whether decode steps between two events are run as one.
         trace: the file to write every decision to.
-        plugins: where names are looked up; None: what is installed.
+        plugins: the plugins by name; None: those that are installed.
         options: options of `RunConfig`, and `batching`, which gives several of them.
 
     Raises:
@@ -200,11 +201,11 @@ def simulate_cluster(
     `count`: `replicas=[{"count": 2, "device": "h200"}, {"count": 6, "max_seqs": 64}]`.
 
     Args:
-        workload: where the requests come from.
+        workload: the requests: a plugin with options, a file, or a workload.
         residency: whether to measure how long blocks rest, in the caches of `result.lives`.
         trace: the file to write every decision to.
-        plugins: where names are looked up; None: what is installed.
-        progress: is given the number of requests that have arrived; None: nothing is.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of requests that have arrived; None: shows nothing.
         options: options of `RunConfig`, and `batching`, which gives several of them.
 
     Raises:
@@ -237,14 +238,14 @@ def find_capacity(
 ) -> dict[str, float | int]:
     """Return options with which a workload's queue does not grow until its last request.
 
-    Empty if it does not as it is (`simulate(...).saturation`), or if nothing was found. Else
-    `rate_scale`, the fastest that holds within 5 %; `blocks`, if their number was given; and
-    `tensor_parallel`: each for itself, found by simulating the workload again, some four times.
+    Empty if the queue does not grow anyway (`simulate(...).saturation`), or if no option helps.
+    Otherwise `rate_scale`, the fastest within 5 %; `blocks`, if their number was given; and
+    `tensor_parallel`: each is enough by itself, and found by some four simulations.
 
     Args:
-        workload: where the requests come from.
-        plugins: where names are looked up; None: what is installed.
-        progress: is given the number of simulations that have run; None: nothing is.
+        workload: the requests: a plugin with options, a file, or a workload.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of simulations that have run; None: shows nothing.
         options: as for `simulate`; plugins by name, since each simulation builds its own.
 
     Raises:
@@ -281,18 +282,18 @@ def run(
 
     `kvcore.run("mooncake", limit=5)` builds what `kvcore run` builds: a tiny transformer on
     the CPU serves the first requests, with lengths divided so that a key is a block. With a
-    `cache` of your own (made with `ids=True` or a trace), only options of what serves and
-    computes are taken.
+    `cache` of your own (made with `ids=True` or a trace), only options of the server and of
+    the computation are accepted.
 
     Args:
-        workload: where the requests come from.
+        workload: the requests: a plugin with options, a file, or a workload.
         cache: a new cache that accounts for tokens; None: one is built from the options.
         prompts: texts to continue, or a single one, in place of a workload.
         max_output: tokens to generate for each text; None: 16.
-        fragmentation: whether to measure what memory is used for.
+        fragmentation: whether to measure the use of memory.
         residency: whether to measure how long blocks rest.
         trace: the file to write every decision to.
-        plugins: where names are looked up; None: what is installed.
+        plugins: the plugins by name; None: those that are installed.
         options: options of `RunConfig`, and `batching`, which gives several of them.
 
     Raises:
@@ -354,8 +355,8 @@ def compare(
 ) -> Comparison:
     """Replay a workload, serial and untimed, under each policy in a pool of each size.
 
-    `kvcore.compare("mooncake", ["lru", MyPolicy, "belady"], blocks=[5_859])` says how far
-    each policy is from the optimum, which Belady's algorithm hits.
+    `kvcore.compare("mooncake", ["lru", MyPolicy, "belady"], blocks=[5_859])` shows how far
+    each policy is from the optimum, the hits of Belady's algorithm.
 
     Args:
         workload: a plugin's name with options, the path of a file, or a workload.
@@ -371,7 +372,8 @@ def compare(
         prefix: the prefix cache.
         tier: tiers below each pool, by name or as functions, since every row has its own;
             the optimum then bounds what the pool and the tiers hold together.
-        recompute: what it costs to compute a block again; None: that of model and device.
+        recompute: the seconds that it costs to compute a block again; None: those of model and
+            device.
         seed: of the named policies that have an option `seed` and do not set it.
         limit: how many of the first requests are replayed; None: all.
         window: the times between which these arrive, in seconds as text: `"60:120"`.
@@ -380,8 +382,8 @@ def compare(
         price: the prices of an API that caches prompts, or their text; None: no bills.
         jobs: processes that replay, where there are several rows. More than one need a
             script with `if __name__ == "__main__":`.
-        plugins: where names are looked up; None: what is installed.
-        progress: is given the number of requests that have been replayed; None: nothing is.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of requests that have been replayed; None: shows nothing.
         kv_dtype: an earlier name of `codec`.
 
     Raises:
@@ -453,7 +455,7 @@ def plan(
 
     `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
     `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
-    hash. `plan(...).limit` says what keeps a smaller fleet from meeting it.
+    hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
 
     Args:
         workload: a plugin's name with options, the path of a file, or a workload.
@@ -465,11 +467,11 @@ def plan(
             a replica. `"none"`: no tier.
         policies: (kind, name) of eviction policies and schedulers that the verdict tries; None:
             all that are installed.
-        journal: file that keeps what is finished, so that an interrupted search goes on.
+        journal: file with the finished simulations, from which an interrupted search goes on.
         jobs: simulations at a time; 1: in this process. More need a script with
             `if __name__ == "__main__":`, as processes are started afresh.
         executor: machines to simulate on: `local`, `ray` or `ray:HOST:PORT`.
-        progress: is given the number of simulations that are done; None: nothing is.
+        progress: shows the number of simulations that are done; None: shows nothing.
         options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
             `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
 
@@ -512,19 +514,19 @@ def validate(
 
     `kvcore.validate("rows.csv").errors("tpot")` has the errors of the time per token, as
     `kvcore validate rows.csv` prints them. A row with a `concurrency` is served as
-    benchmarks do it: so many clients start together, and each sends a request as soon as the
-    one before is answered. A row with a `rate` gets Poisson arrivals; of an infinite rate all
-    requests are there at once. A row whose `engine` is known is served by its rules.
+    by a benchmark: that number of clients start together, and each sends a request as soon as
+    its last one is answered. A row with a `rate` has Poisson arrivals; with an infinite rate
+    all requests arrive at once. A row of a known `engine` is served by its rules.
 
     Args:
         source: a file in CSV or JSON Lines, or `aic`: the samples of the package
             aiconfigurator-core.
         where: values that rows have in columns, several with commas between them; other rows
             are not taken.
-        rounds: requests of each client, where the row does not say how many there were.
-        spread: share by which lengths vary, as of the workload `bench`, likewise.
-        plugins: where names are looked up; None: what is installed.
-        progress: is given the number of rows that have been simulated; None: nothing is.
+        rounds: requests of each client, in rows without a number of requests.
+        spread: share by which lengths vary, as in the workload `bench`, in rows without one.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of rows that have been simulated; None: shows nothing.
         options: options of `RunConfig` for rows that do not have them.
 
     Raises:
@@ -548,7 +550,7 @@ def _given(workload: object) -> Any:
     """Return a workload as `RunConfig` takes it.
 
     Raises:
-        InputError: requests alone, which do not say how long a key is.
+        InputError: requests alone, of which the length of a key is not known.
     """
     if isinstance(workload, str | Spec | Workload):
         return workload

@@ -1,4 +1,4 @@
-"""Build a cluster from a configuration or a recorded one: its replicas and its router."""
+"""Build a cluster from a configuration or a trace: its replicas and its router."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ClusterParts(RunParts):
         groups: list[tuple[int, RunParts]] = []
         alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
         for count, own in self.tables:
-            # Whichever says how large the pool is, replaces the other.
+            # A size of the pool replaces the other one.
             sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
             with self._about("replicas"):
                 mine = attrs.evolve(self.config, **{**alone, **sized, **own})
@@ -89,7 +89,7 @@ class ClusterParts(RunParts):
 
     @property
     def _split_anew(self) -> bool:
-        """Whether the pools of split phases set the number of replicas."""
+        """Whether the pools of split phases replace a recorded number of replicas."""
         return False
 
     @property
@@ -112,7 +112,7 @@ class ClusterParts(RunParts):
             return [Failure.parse(each) for each in self.config.fail]
 
     def view(self) -> PrefixView:
-        """Build what the router knows of caches, for one run."""
+        """Build the view that the router has of the caches, for one run."""
         with self._about("view"):
             return parse_view(self.config.view)
 
@@ -188,11 +188,11 @@ class ClusterParts(RunParts):
 
 
 SIZES = {"blocks", "memory"}
-"""Options that say how large a pool is."""
+"""Options that give the size of a pool."""
 
 
 def _life(parts: RunParts) -> Callable[[Recorder | None], dict[str, Any]]:
-    """Return what builds the parts of one life of a replica."""
+    """Return the function that builds the parts of one life of a replica."""
 
     def build(trace: Recorder | None) -> dict[str, Any]:
         made = parts.arguments(trace)
@@ -212,12 +212,12 @@ ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
 class RecordedCluster(RecordedParts, ClusterParts):
     """The parts of a recorded cluster that is run again, some of them different.
 
-    Args: as for `RecordedParts`. Options of servers are different for all replicas; other
-    `replicas` are what the first one was, but for options of their own.
+    Args: as for `RecordedParts`. Changed options of servers hold for all replicas; changed
+    `replicas` have the options of the first recorded one, except those of their own.
     """
 
     def recorded(self) -> dict[str, Any]:
-        """Return the configuration in which the trace was recorded, as JSON has it."""
+        """Return the configuration in which the trace was recorded, for JSON."""
         header = self._header
         if "replicas" not in header:
             return super().recorded() | {"replicas": 1, "fail": []}

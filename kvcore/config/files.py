@@ -1,4 +1,4 @@
-"""Read options from TOML: keys, tables, lists, and paths relative to the file."""
+"""Options from TOML files: keys, tables, lists, and paths relative to the file."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _ConfigFile:
             value = dict(_group(name, value))
         kind = self.types[name]
         if isinstance(value, int) and _reader(kind) is as_bytes:
-            value = shown(value)  # in a file a size has its unit
+            value = shown(value)  # in a file a size must have a unit
         if kind == list[int] and _is_list(value):
             return value if isinstance(value, str) else self._converted(name, value)
         if name in option_names():
@@ -154,7 +154,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _reader(kind: Any) -> Any:
-    """Return what reads an annotated type, or one that may be None besides."""
+    """Return the function that reads an annotated type, which may be None besides."""
     for each in (kind, *get_args(kind)):
         if get_origin(each) is Annotated:
             return get_args(each)[1]

@@ -15,9 +15,9 @@ class Likeness:
     Options that are given beside it win, as over defaults.
 
     Attributes:
-        name: of the engine.
-        text: which release of it, and how its defaults were chosen.
-        options: values by name.
+        name: name of the engine.
+        text: its release, and the choice of its defaults.
+        options: values of options by name.
     """
 
     name: str

@@ -39,13 +39,13 @@ from kvcore.units import NS_PER_S, check_whole
 from kvcore.workloads.selection import BUNDLED
 
 Mode: TypeAlias = Literal["simulate", "compare", "run"]
-"""What a configuration is for: each mode has its own options and defaults."""
+"""The mode of a configuration, which has its own options and defaults."""
 
 MODES: tuple[Mode, ...] = ("simulate", "compare", "run")
 """The modes of a configuration."""
 
 EXPECTED = SLO(ttft_ns=30 * NS_PER_S, tpot_ns=NS_PER_S // 10)
-"""What the authors of the bundled trace ask of their own system: Qin et al., "Mooncake: a
+"""The SLO of the authors of the bundled trace for their system: Qin et al., "Mooncake: a
 KVCache-centric disaggregated architecture for LLM serving", 2024, on real workloads."""
 
 CAPS = Batching()
@@ -61,7 +61,7 @@ RULES = (
     *("unchunked", "max_chunk", "reserve", "commit", "generated", "admit_after_preemption"),
     *("ties", "lag", "null_block", "max_model_len", "new_token_ratio", "preempts"),
 )
-"""Options by which engines differ: the fields of `Batching` that are no limits of a step."""
+"""Options by which engines differ: the fields of `Batching` that do not limit a step."""
 
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "weights_dtype", "blocks", "memory"),
@@ -74,7 +74,7 @@ NONE_IS_TEXT = ("retention", "drafter", "autoscale", "disaggregate", "like")
 """Options that the text `none` leaves out, as None does."""
 
 RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
-"""Options of earlier releases, and what they are called now."""
+"""Options of earlier releases, and their present names."""
 
 
 def as_replicas(value: object) -> Any:
@@ -130,51 +130,52 @@ class RunOptions:
         mode: `simulate`: served in the time of a latency model; `compare`: replayed serially
             and untimed; `run`: computed on tensors.
         workload: where the requests come from; a plugin or the path of a file.
-        model, device, tensor_parallel, codec: what is served on what, and how its K/V is
-            kept. They size the pool, price a block, and time steps. In mode `run` a `model`
-            of None is the generator's own, and a `codec` of None keeps numbers as they are
-            computed.
+        model, device, tensor_parallel, codec: the model that is served, the GPUs and their
+            number, and the codec of K/V. They size the pool, price a block, and time steps. In
+            mode `run` a `model` of None is the generator's own, and a `codec` of None keeps
+            numbers as they are computed.
         weights_dtype: the number format of the weights, which take memory beside the pool and
             are read in each step; None: as released. Not in mode `run`.
         accounting: how blocks are counted, `keys` or `tokens`; None: `tokens` under a clock,
             `keys` without one. A run under a clock knows `tokens` alone.
         block_size: tokens in a block; None: 16 under a clock, else as many as in a key.
-        blocks, memory: the pool, in blocks, or in bytes of K/V; None: what fits beside the
-            weights, and in mode `run` 256 MiB.
+        blocks, memory: size of the pool, in blocks, or in bytes of K/V; None: all that fits
+            beside the weights, and in mode `run` 256 MiB.
         eviction, prefix, retention, scheduler, latency, generator, backend: plugins.
             `retention` None: running sequences keep all their blocks.
         drafter: the plugin that drafts tokens, which a step verifies; None: a step gives one
             token a sequence.
-        tier: where blocks rest below the pool: plugins, nearest first, in a tuple; empty:
-            nowhere. As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
+        tier: plugins of the tiers below the pool, nearest first, in a tuple; empty: no tier.
+            As text with a comma between two: `host:memory=64GiB,disk:memory=1TiB`.
         like: the engine whose rules are the defaults, `vllm` or `sglang`; None: kvcore's. It
-            counts where a configuration is made by `of`, as all of kvcore does.
+            has an effect where a configuration is made by `RunConfig.of`.
         max_tokens, max_seqs, steps, chunked, watermark, unchunked, max_chunk, reserve,
             commit, generated, admit_after_preemption, ties, lag, max_model_len,
             new_token_ratio, preempts: as in `Batching`.
-        null_block: whether a block of the pool is never used: `blocks` and `memory` are with
+        null_block: whether a block of the pool is never used; `blocks` and `memory` include
             it.
         allocation: `paged`, or `contiguous` as before paging.
-        rate_scale: how many times as fast as recorded open-loop requests arrive.
-        slo: what is expected for requests that bring no SLO; `SLO()`: nothing.
-        replicas: how many servers share the requests; or tables, each of options of its own
-            and the `count` of servers that have them.
-        router, view: the plugin that picks the server of a request, and what it knows of
-            their caches: `index`, `events` or `exact`, with options.
+        rate_scale: factor on the rate at which open-loop requests arrive.
+        slo: SLO of requests that have none of their own; `SLO()`: no expectation.
+        replicas: number of servers that share the requests; or tables, each with the options
+            of some servers and their `count`.
+        router, view: the plugin that picks the server of a request, and its view of their
+            caches: `index`, `events` or `exact`, with options.
         autoscale: a planner that starts and stops servers, `throughput` or `load`, with
             options; None: all are up.
-        disaggregate: servers that prefill, and others that decode, as text such as
-            `prefill=4,decode=2,bandwidth=50GB/s`; None: each does both.
+        disaggregate: numbers of servers that prefill and that decode, as text such as
+            `prefill=4,decode=2,bandwidth=50GB/s`; None: each server does both.
         fail: servers that fail, as texts such as `replica=3,at=600,for=120`.
         seed: of plugins with an option `seed` that is not set; None: their own default.
         dtype: in which a run on tensors computes K/V, and keeps it without a codec.
         clock: by which a run on tensors is timed: `model` or `wall`.
-        limit, window: the part of the workload that is taken: its first requests (0: all;
-            None: all, in mode `run` 20), of those that arrive from the start of the window
-            on and before its end.
-        shrink: in mode `run` what lengths are divided by; None: what makes a key a block.
+        limit, window: the part of the workload that is taken: the number of first requests
+            (0: all; None: all, in mode `run` 20) of those that arrive from the start of the
+            window on and before its end.
+        shrink: divisor of all lengths in mode `run`; None: the one that makes a key a block.
         stop_at_eos: whether a text may end before its output is complete.
-        threads: of the host, in a run on tensors; None: what pays for the model.
+        threads: number of threads of the host in a run on tensors; None: 1 for a tiny model,
+            otherwise one for each CPU.
 
     Raises:
         InputError: a value that an option cannot have; begins with the option's name.

@@ -36,39 +36,39 @@ if TYPE_CHECKING:
     from kvcore.engine import Backend, Generator
 
 BLOCK_SIZE = 16
-"""Tokens of a block under a clock, where no block size is given: what most servers have."""
+"""Tokens of a block under a clock, where no block size is given: that of most servers."""
 
 LIMIT, MAX_OUTPUT = 20, 16
-"""Requests of a workload, and tokens for a text, where a run on tensors is not told."""
+"""Number of requests of a workload, and of tokens for a text, by default on tensors."""
 
 MEMORY = 256 << 20
-"""Bytes of the pool of a run on tensors whose size is not given."""
+"""Bytes of the pool of a run on tensors by default."""
 
 Window: TypeAlias = tuple[int, int | None] | None
 
 
 class RunParts:
-    """The parts of a run; parts that serve only one run are built anew for each.
+    """The parts of a run. Methods build a new part for each run.
 
     Args:
-        config: what was asked for.
-        plugins: where names are looked up; None: what is installed.
+        config: the configuration.
+        plugins: the plugins by name; None: those that are installed.
         workload: the workload, if it is open already.
-        naming: what errors about an option begin with; None: its name.
+        naming: returns the beginning of errors about an option; None: its name and a colon.
 
     Attributes:
-        config, plugins: as given.
-        workload: where the requests come from.
-        geometry: how the workload's keys lie in blocks.
-        blocks: of the pool.
-        recompute: the seconds it costs to compute a block again.
+        config, plugins: the configuration and the plugins.
+        workload: the part of the workload that is served.
+        geometry: the layout of its keys in blocks.
+        blocks: number of blocks of the pool.
+        recompute: the seconds that it costs to compute a block again.
         batching: the caps of a step.
-        slo: what is expected for requests that bring no SLO; None: nothing.
-        ids: whether blocks have ids without a trace as well.
+        slo: SLO of requests that have none of their own; None: no expectation.
+        ids: whether blocks have ids even without a trace.
         many: whether these may be the parts of several servers.
 
     Raises:
-        InputError: a part that cannot be as asked for, or does not fit another one.
+        InputError: a part that cannot be, or does not fit another one.
         PluginError: a plugin that cannot work here.
     """
 
@@ -106,7 +106,7 @@ class RunParts:
         self._check()
 
     def _check(self) -> None:
-        """Refuse parts that do not fit one another. Called last; here there are none."""
+        """Called when all parts of one server are known: refuse those that do not fit."""
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -159,7 +159,7 @@ class RunParts:
         return cache
 
     def add_tiers(self, cache: KVCache) -> None:
-        """Build the tiers for one run, and put them below `cache`."""
+        """Build the tiers below `cache` for one run."""
         from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
 
         tiers, size, devices = self.tiers(), self._block_bytes(), self._devices()
@@ -178,7 +178,7 @@ class RunParts:
 
     @property
     def tier_blocks(self) -> int:
-        """The blocks that fit into all tiers."""
+        """Number of blocks that fit into all tiers."""
         return sum(tier.memory // self._block_bytes() for tier in self.tiers())
 
     def scheduler(self) -> Scheduler:
@@ -187,9 +187,9 @@ class RunParts:
         return scheduler
 
     def latency(self, devices: int | None = None) -> LatencyModel:
-        """Build a latency model for one run: of this deployment, unless it says otherwise.
+        """Build a latency model for one run, by default that of the deployment.
 
-        `devices` is how many GPUs share the model; None: as many as asked for.
+        `devices` is the number of GPUs that share the model; None: that of the configuration.
         """
         latency: LatencyModel = self.built("latency", **self._timing(devices))
         return latency
@@ -207,7 +207,7 @@ class RunParts:
         }
 
     def built(self, kind: str, **defaults: Any) -> Any:
-        """Build the plugin of a kind; return an instance that was given as it is.
+        """Build the plugin of a kind; an instance in the configuration is returned as it is.
 
         `defaults` are values of options that its text leaves out, besides the seed.
         """
@@ -221,7 +221,7 @@ class RunParts:
         return resolve(kind, value if is_plugin else value())
 
     def header(self) -> dict[str, Any]:
-        """Return the fields of a trace header that the run itself does not write."""
+        """Return the fields of a trace header that only the configuration knows."""
         return {
             "workload": self.workload,
             "seed": self.config.seed,
@@ -235,7 +235,7 @@ class RunParts:
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
-        """Return the configuration and the plugins of a run as JSON; skip None."""
+        """Return the configuration and the plugins of a run, without None, for JSON."""
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         return {
             "kvcore": version(),
@@ -261,7 +261,7 @@ class RunParts:
 
     @property
     def sized(self) -> bool:
-        """Whether the size of the pool was given."""
+        """Whether the configuration gives the size of the pool."""
         return self.config.blocks is not None or self.config.memory is not None
 
     def _recompute(self) -> PrefillCost | None:
@@ -279,7 +279,7 @@ class RunParts:
             return load_model(given, dtype)
 
     def _source(self) -> Workload:
-        """Return the part of the workload that was asked for."""
+        """Return the part of the workload that is served."""
         source = self._whole_source()
         with self._about("limit"):
             return part_of(source, self.config.limit, cast("Window", self.config.window))
@@ -304,11 +304,11 @@ class RunParts:
         return BlockLayout(accounting, size, keys)
 
     def _check_deployment(self) -> None:
-        """Refuse a deployment that cannot be, also where nothing is sized by it."""
+        """Refuse a deployment that cannot be, even if the pool has a size of its own."""
         _ = self.deployment
 
     def _blocks(self) -> int:
-        """Return the number of blocks of the pool: as given, or as many as fit into memory."""
+        """Return the number of blocks of the pool: the given one, or all that fit."""
         blocks, memory = self.config.blocks, cast("int | None", self.config.memory)
         if blocks is not None and memory is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
@@ -333,10 +333,10 @@ class RunParts:
         return int(self.config.timed and self.config.null_block)
 
     def blocks_in(self, memory: int | str) -> int:
-        """Return how many blocks fit into some bytes of K/V, which may be text with a unit.
+        """Return the number of blocks in some bytes of K/V, which may be text with a unit.
 
         Raises:
-            InputError: not one.
+            InputError: no block fits.
         """
         memory, size = int(read_option("memory", memory)), self._block_bytes()
         staged = self._staged_bytes()
@@ -357,11 +357,11 @@ class RunParts:
         return self.config.max_seqs if self.config.timed else 0
 
     def _codec_text(self) -> str:
-        """Return how K/V is kept, as headers and reports say it."""
+        """Return the codec of K/V, for headers and reports."""
         return str(self.codec)
 
     def _weights(self) -> dict[str, str]:
-        """Return the number format of the weights as headers and reports say it, if given."""
+        """Return the number format of the weights, if given, for headers and reports."""
         dtype = self.config.weights_dtype
         return {} if dtype is None else {"weights_dtype": dtype}
 
@@ -370,7 +370,7 @@ class RunParts:
         return self.deployment.bytes_per_block
 
     def _devices(self) -> int:
-        """Return how many GPUs share the model."""
+        """Return the number of GPUs that share the model."""
         return self.deployment.devices
 
     def _staged_bytes(self) -> int:
@@ -397,7 +397,7 @@ class RunParts:
     def _about(self, *options: str, more: str = "") -> Iterator[None]:
         """Prefix errors of the body with the name of the option that they are about.
 
-        Of several options that is the one whose value the error names alone.
+        Of several options it is the one whose value the error shows, if there is just one.
         """
         try:
             yield
@@ -415,14 +415,14 @@ class EngineParts(RunParts):
     """The parts of a run on tensors.
 
     Args:
-        config: what was asked for, in mode `run`.
+        config: the configuration, in mode `run`.
         plugins, naming: as for `RunParts`.
-        prompts: texts to be continued, in place of a workload.
+        prompts: texts to continue, in place of a workload.
         max_output: tokens to generate for each text; None: 16.
 
     Attributes:
-        generator, backend: what computes, for one run.
-        texts: the requests of the prompts; empty: there are none.
+        generator, backend: the model and the memory of one run.
+        texts: the requests of the prompts; empty without prompts.
     """
 
     ids = True
@@ -466,7 +466,7 @@ class EngineParts(RunParts):
 
     @cached_property
     def codec(self) -> Codec:
-        """The codec that a latency model times: of K/V in fp64, which has none, fp32."""
+        """The codec that a latency model times: fp32 for K/V in fp64, which has none."""
         if self.config.codec is not None:
             return super().codec
         dtype = "fp32" if self.config.dtype == "fp64" else self.config.dtype
@@ -482,7 +482,7 @@ class EngineParts(RunParts):
         return self.config.dtype if self._kept_in is None else str(self.codec)
 
     def _served(self) -> ModelSpec:
-        """Build the generator and the backend; return the model that the generator is."""
+        """Build the generator and the backend; return the spec of the generator."""
         with self._about("weights_dtype"):
             if self.config.weights_dtype is not None:
                 msg = "a run on tensors has the weights of its generator: leave it out"
@@ -505,7 +505,7 @@ class EngineParts(RunParts):
         return spec
 
     def _source(self) -> Workload:
-        """Return the workload: the prompts, or the first requests of the one that is named."""
+        """Return the prompts, or the first requests of the workload, with lengths divided."""
         size = BLOCK_SIZE if self.config.block_size is None else self.config.block_size
         self.texts: list[TextRequest] = [
             self._text(number, text, size) for number, text in enumerate(self._prompts)
@@ -535,7 +535,7 @@ class EngineParts(RunParts):
         )
 
     def _blocks(self) -> int:
-        """Return the number of blocks of the pool: as given, or as many as fit into memory."""
+        """Return the number of blocks of the pool: the given one, or all that fit."""
         return super()._blocks() if self.sized else self.blocks_in(MEMORY)
 
     def _block_bytes(self) -> int:

@@ -36,12 +36,12 @@ def recorded_options(
 
     Args:
         file: the trace, named in errors.
-        header: its first line. No file is opened because it stands there.
+        header: its first line. No file that it names is opened.
         workload: the requests of the trace.
         plugins: where the recorded plugins are looked up, when they are built.
 
     Raises:
-        InputError: the header does not say enough, or what no run can have.
+        InputError: the header lacks a field, or has a value that no run can have.
     """
     timed = header["mode"] != "untimed"
     _check_header(file, header, timed=timed)
@@ -83,7 +83,7 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
 
 
 def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:
-    """Return the options of a cluster: its replicas, and what divides requests among them."""
+    """Return the options of a cluster: its replicas, and its router."""
     routing, router = header.get("routing", {}), header["plugins"].get("router")
     if router is None or not {"view", "fail"} <= routing.keys():
         msg = f"{file}: the header says nothing of the routing, so it cannot be made again"
@@ -120,7 +120,7 @@ def replica_groups(header: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]
 
 
 def deployment_options(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a header says of the deployment, by option."""
+    """Return the options of the deployment in a header."""
     model, device = (_fields(header.get(name)) for name in ("model", "device"))
     recorded = header["plugins"].get("latency", {}).get("options", {})
     found = {
@@ -133,7 +133,7 @@ def deployment_options(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_header(file: Path, header: Mapping[str, Any], *, timed: bool) -> None:
-    """Refuse a header that does not say enough to make the run again."""
+    """Refuse a header that lacks a field without which the run cannot be made again."""
     if header["mode"] == "wall":
         msg = (
             f"{file} was recorded by the wall clock, which nothing can run again, so there "
@@ -199,7 +199,7 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
 
 
 def _rebuilt_tier(file: Path, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
-    """Build a tier that a header names, to be simulated: without the paths that it had."""
+    """Build a tier that a header names, without its paths: it is simulated."""
     name, options = recorded["name"], dict(recorded["options"])
     if name in plugins.names("tier"):
         cls = plugins.get("tier", name)

@@ -39,17 +39,16 @@ class RecordedParts(RunParts):
         file: the trace, named in errors.
         header: its first line.
         workload: the requests of the trace.
-        changes: options of `RunConfig` that are to be different. A block size without a
-            number of blocks keeps the memory of the pool. `batching` is a `Batching`, or
-            those of its caps that differ.
-        plugins: where names are looked up; None: what is installed.
+        changes: changed options of `RunConfig`. A block size without a number of blocks keeps
+            the memory of the pool. `batching` is a `Batching`, or a table of changed caps.
+        plugins: the plugins by name; None: those that are installed.
 
     Attributes:
         config: the configuration with the changes.
         timed: whether the run has a clock.
 
     Raises:
-        InputError: what cannot be different, or the header does not say enough.
+        InputError: an option that cannot change, or a header that lacks a field.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class RecordedParts(RunParts):
                 tier | {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
                 for tier, level in pairs
             )
-            # What an earlier run had left in them is not there now.
+            # Blocks that an earlier run had left in them are not there now.
             trace.describe(
                 tiers=[{k: v for k, v in tier.items() if k != "recovered"} for tier in sizes]
             )
@@ -106,7 +105,7 @@ class RecordedParts(RunParts):
         return latency
 
     def recorded(self) -> dict[str, Any]:
-        """Return the configuration in which the trace was recorded, as JSON has it."""
+        """Return the configuration in which the trace was recorded, for JSON."""
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
         kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
@@ -153,7 +152,7 @@ class RecordedParts(RunParts):
         return run | fields
 
     def _check_changes(self, changes: Mapping[str, Any]) -> None:
-        """Refuse to change what only a clock has, where there is none."""
+        """Refuse a changed option that only a run with a clock has, where there is none."""
         timed = [name for name in TIMED if name in changes]
         if timed and not self.timed:
             msg = (
@@ -190,14 +189,14 @@ class RecordedParts(RunParts):
         return blocks
 
     def _block_bytes(self) -> int:
-        """Return the bytes of a block: as recorded, if that says so."""
+        """Return the bytes of a block: the recorded ones, if its size has not changed."""
         tiers, size = self._header.get("tiers"), self._header["block_size"]
         if tiers and self.geometry.block_size == size:
             return int(tiers[0]["slot_bytes"])
         return super()._block_bytes()
 
     def _devices(self) -> int:
-        """Return how many GPUs share the model, as far as the header knows."""
+        """Return the number of GPUs that share the model; 1 if the header does not give it."""
         known = deployment_options(self._header)
         counts = [tier["devices"] for tier in self._header.get("tiers", ())]
         return int(known.get("tensor_parallel") or max(counts, default=1))
@@ -212,14 +211,14 @@ class RecordedParts(RunParts):
             raise InputError(msg) from error
 
     def _served(self) -> ModelSpec:
-        """Return a model of the catalogue: a header has no file opened."""
+        """Return a model of the catalogue: no file that a header names is opened."""
         return find_model(str(self.config.model))
 
     def _check_deployment(self) -> None:
         """Check nothing: no pool is sized here, and the header need not name a deployment."""
 
     def _defaults(self) -> dict[str, Any]:
-        """Return what the run was recorded with, for plugins that leave it out."""
+        """Return the recorded seed and deployment, for plugins that leave them out."""
         return {"seed": self._header["seed"]} | deployment_options(self._header)
 
     def _timing(self, devices: int | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class RunConfig(RunOptions):
         """Return the configuration of a mode, with that mode's defaults.
 
         Raises:
-            InputError: an option that there is not, or a value that it cannot have.
+            InputError: an unknown option, or a value that an option cannot have.
         """
         options = renamed(options)
         check_names(options, option_names())
@@ -63,11 +63,11 @@ class RunConfig(RunOptions):
     def from_trace(cls, path: str | os.PathLike[str], plugins: Plugins | None = None) -> Self:
         """Return the configuration of the run that wrote a trace.
 
-        Its plugins are functions that build what was recorded, looked up in `plugins`
-        (None: what is installed) when they are called.
+        Its plugins are functions that build the recorded ones, which are looked up in
+        `plugins` (None: those that are installed) when they are called.
 
         Raises:
-            InputError: the header does not say enough, or what no run can have.
+            InputError: the header lacks a field, or has a value that no run can have.
             TraceError: the file is no trace.
         """
         from kvcore.trace import TraceWorkload  # noqa: PLC0415 - of traces alone

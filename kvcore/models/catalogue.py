@@ -29,15 +29,15 @@ def find_model(name: str) -> ModelSpec:
 def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     """Return the well-known model called `text`, or the one that the file at `text` describes.
 
-    A file or folder that exists is read, as is whatever looks like a path; a name of the
-    catalogue means the catalogue all the same.
+    A text with a separator, or one that ends in `.json`, is a path. A name of the catalogue is
+    that model, even if a file has the name; any other name of a file or folder is a path.
 
     Args:
         text: a name, the path of a Hugging Face `config.json`, or the folder it lies in.
         weights_dtype: number format of the weights; None: as released.
 
     Raises:
-        InputError: neither a known name nor a file that can be used.
+        InputError: no known name, and no file that can be used.
     """
     is_path = text.endswith(".json") or os.sep in text
     if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
@@ -76,7 +76,7 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
 
 
 def _interleaved(layers: int, window: int, full_every: int) -> tuple[int | None, ...]:
-    """Return the windows of a model whose every `full_every`-th layer attends to all."""
+    """Return the windows of a model in which every `full_every`-th layer has none."""
     return tuple(None if i % full_every == 0 else window for i in range(1, layers + 1))
 
 
@@ -218,7 +218,7 @@ def _device(
 ) -> DeviceSpec:
     """Return a row of GB, GB/s, dense fp16 TFLOP/s and, one way, GB/s to host and peers.
 
-    Whatever has `fp8` has twice the FLOP/s in it.
+    A GPU with `fp8` has twice the FLOP/s in fp8.
     """
     giga = 10**9
     flops = round(tflops * 1000) * giga

@@ -25,11 +25,11 @@ PLANE_BYTES = {
     "fp32": 4,
     "fp64": 8,
 }
-"""Bytes of a number, by the dtypes that planes may have."""
+"""Bytes of a number, by the dtypes of planes."""
 
 
 BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of a number, by the dtypes that K/V can be computed in."""
+"""Bytes of a number, by the dtypes in which K/V can be computed."""
 
 
 @attrs.frozen
@@ -37,7 +37,7 @@ class Plane:
     """An array that a block holds for each K/V head of a layer: codes, scales, zeros.
 
     Attributes:
-        name: what the numbers are.
+        name: name of the numbers, such as `codes`.
         dtype: one of `PLANE_BYTES`.
         shape: shape of the array for one head. Where tokens are coded one by one, its first
             axis is the tokens of the block.
@@ -90,7 +90,7 @@ class Codec(Plugin):
         """Return the planes of one K/V head in a block of `tokens` tokens of `width` numbers.
 
         Raises:
-            InputError: such a block cannot be coded; says which could.
+            InputError: such a block cannot be coded; names the sizes that can.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Codec(Plugin):
 
     @abstractmethod
     def decode(self, part: Part, planes: tuple[Any, ...]) -> Any:
-        """Return what `encode` coded, `[n, tokens, width]`, in a floating-point dtype."""
+        """Return the rows of `planes`, `[n, tokens, width]`, in a floating-point dtype."""
 
     def by_token(self, part: Part) -> bool:
         """Return True if each token is coded by itself: True unless overridden.
@@ -116,7 +116,7 @@ class Codec(Plugin):
     def head_bytes(self, tokens: int, key_width: int, value_width: int) -> int:
         """Return the bytes of the K and V of one head in a block of `tokens` tokens.
 
-        A width of 0 says that there is no such part.
+        A part with a width of 0 takes no bytes.
 
         Raises:
             InputError: such a block cannot be coded.

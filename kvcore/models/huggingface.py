@@ -53,7 +53,7 @@ class _Config:
     defaults: Mapping[str, Any] = attrs.field(factory=dict)
 
     def refuse(self, name: str, problem: str) -> NoReturn:
-        """Raise the error which says that field `name` has this problem."""
+        """Raise InputError for a problem of the field `name`."""
         msg = f"{self.path}: field '{self.prefix}{name}' {problem}"
         raise InputError(msg)
 
@@ -325,7 +325,8 @@ class _Family:
     Attributes:
         norms, final_norms: norm vectors of `hidden_size` in each layer, and after the last.
             A norm with a bias counts as two.
-        qkv_bias, output_bias, mlp_bias: whether these have biases; None: the config says.
+        qkv_bias, output_bias, mlp_bias: whether these have biases; None: a field of the config
+            decides.
         qk_norm: whether queries and keys are normalised, by a vector of `head_dim` each.
         sinks: whether each query head has a learned sink.
         gated: whether the MLP has a gate, hence three matrices rather than two.
@@ -336,7 +337,7 @@ class _Family:
         expert_width: the field with the width of one.
         router_bias: whether the router has a bias for each expert.
         windows: whether `sliding_window` applies without `use_sliding_window`; None: never.
-        full_every: one layer in so many has no window; 0: every layer has one.
+        full_every: every `full_every`-th layer has no window; 0: every layer has one.
         defaults: values of fields that the makers' own configs leave out.
     """
 

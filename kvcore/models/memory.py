@@ -16,11 +16,11 @@ from kvcore.plugins.options import Spec
 from kvcore.units import DECIMAL, format_bytes
 
 USABLE = Fraction(9, 10)
-"""The share of a device's memory that weights and K/V may take; the rest is for activations."""
+"""Share of the memory of a device for weights and K/V; the rest is for activations."""
 
 
 _SUGGESTIONS = 3
-"""How many other devices an error names at most."""
+"""Largest number of other devices that an error names."""
 
 
 def kv_copies(model: ModelSpec, devices: int) -> Fraction:
@@ -36,7 +36,7 @@ def kv_copies(model: ModelSpec, devices: int) -> Fraction:
 
 
 MOST_DEVICES = 65_536
-"""More than share one model anywhere."""
+"""Largest number of devices that share a model."""
 
 
 @attrs.frozen
@@ -78,7 +78,7 @@ class Deployment:
         return int(usable) - self.layout.model.weight_bytes
 
     def blocks_in(self, size: int) -> int:
-        """Return how many blocks fit into `size` bytes, on all devices together."""
+        """Return the number of blocks in `size` bytes, on all devices together."""
         return max(0, size) // self.bytes_per_block
 
     def staged_bytes(self, sequences: int) -> int:
@@ -93,7 +93,7 @@ class Deployment:
             sequences: how many may run at a time, each with a block that is not full.
 
         Raises:
-            InputError: none; says how much is missing, and on what it would fit.
+            InputError: no block fits; names the missing bytes, and devices on which one does.
         """
         free = self.kv_bytes - self.staged_bytes(sequences)
         blocks = self.blocks_in(free)
@@ -250,7 +250,7 @@ class KVLayout:
     def requests_in(self, budget: int, tokens: int) -> int:
         """Return how many requests of `tokens` tokens (1 or more) fit into `budget` bytes.
 
-        Each takes its blocks, and what it stages.
+        Each takes its blocks, and the bytes that it stages.
         """
         return max(0, budget) // (self.request_bytes(tokens) + self.staged_bytes())
 

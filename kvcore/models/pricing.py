@@ -33,7 +33,7 @@ class PriceModel:
         input, output: USD per million tokens of prompts that were not cached, and generated.
         cached: USD per million tokens that were read from the cache; None: `input`.
         write: USD per million tokens that were written to it; None: writing costs nothing
-            beside `input`, and is not told apart.
+            beside `input`.
         write_1h: the same with a TTL of an hour or more; None: `write`.
         ttl: seconds an entry lives after its last use.
         min_tokens: shortest prefix that is cached; shorter prompts are not cached at all.
@@ -43,7 +43,7 @@ class PriceModel:
         lookback: content blocks before a breakpoint at which an earlier entry is looked for,
             its own included.
         source, read: where and when the figures were read.
-        note: what the figures leave out.
+        note: conditions that the figures leave out.
 
     Raises:
         InputError: a figure that is negative or not finite.
@@ -119,7 +119,7 @@ KEYS: Mapping[str, Callable[[str], float]] = {
     **dict.fromkeys(("input", "output", "cached", "write", "write_1h", "ttl"), float),
     **dict.fromkeys(("min_tokens", "step", "breakpoints", "lookback"), parse_whole),
 }
-"""The figures that text can give, and what reads them."""
+"""The figures that text can give, and the function that reads each."""
 
 
 def find_price(text: str) -> PriceModel:

@@ -1,4 +1,4 @@
-"""The check of a trace: do its lines describe a run that could have happened?"""
+"""The check of a trace: its lines must describe a run that could have happened."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class ClusterTrace:
         heappush(self._lines, (line["t"], self._made, line))
 
     def flush(self, until: int) -> None:
-        """Write the buffered lines before `until` (ns), before which no further line is made."""
+        """Write the buffered lines before `until` (ns); no further line is made before it."""
         lines = self._lines
         while lines and lines[0][0] < until:
             # Looked up for each: it changes with the first.

@@ -150,34 +150,26 @@ class ClusterChecker:
         Raises:
             ViolationError: the event contradicts what came before.
         """
-        name = event.event
-        if name == "REJECT" and not isinstance(event.replica, int):
-            self._refuse(event)  # type: ignore[arg-type]
         placed = self._placed.place(event)
         if placed is None:
-            of_none: dict[str, Any] = {
-                "REQUEST": self._request,
-                "TRANSFER": self._transfer,
-                "END": self._end,
-            }
-            of_none.get(name, _nothing)(event)
+            self._apply_unplaced(event)
             return
         number, line = placed
         replica = self.replicas[number]
-        if name in CHANGES:
+        if event.event in CHANGES:
             self._change(event, number)
             return
         if not self._up[number]:
             violated(f"replica {number} is not up")
-        if name == "ROUTE":
-            self._route(event, line, replica)  # type: ignore[arg-type]
+        if isinstance(event, events.Route) and isinstance(line, events.Request):
+            self._route(event, line, number)
         replica.life.apply(line)
-        if name in ("FINISH", "REJECT"):
-            self._finish(event, number)  # type: ignore[arg-type]
-        elif name in ("ROUTE", "HIT", "MISS", "FIRST_TOKEN"):
+        if isinstance(event, (events.Finish, events.Reject)):
+            self._finish(event, number)
+        elif isinstance(event, (events.Route, events.Hit, events.Miss, events.FirstToken)):
             self._arrived(event, number)
-        elif name == "KEYS":
-            replica.sent.update(event.keys)  # type: ignore[attr-defined]
+        elif isinstance(event, events.Keys):
+            replica.sent.update(event.keys)
 
     def report(self) -> dict[str, Any]:
         """Return the sums over all replicas, and what each has."""
@@ -202,6 +194,17 @@ class ClusterChecker:
                 for number, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
             ],
         }
+
+    def _apply_unplaced(self, event: Event) -> None:
+        """Check a line of no replica: of a router, of the links between replicas, or END."""
+        if isinstance(event, events.Request):
+            self._request(event)
+        elif isinstance(event, events.Transfer):
+            self._transfer(event)
+        elif isinstance(event, events.Reject):
+            self._refuse(event)
+        elif isinstance(event, events.End):
+            self._end(event)
 
     def _request(self, event: events.Request) -> None:
         if event.id in self._known:
@@ -229,17 +232,21 @@ class ClusterChecker:
             violated(f"K/V is there at {event.done} ns, before it moves")
         moving.due = max(moving.due, event.done)
 
-    def _arrived(self, event: Any, number: int) -> None:
+    def _arrived(
+        self,
+        event: events.Route | events.Hit | events.Miss | events.FirstToken,
+        number: int,
+    ) -> None:
         """Record how far a request is on its way from one replica to another."""
         moving = self._moving.get(event.request)
         if moving is None or number not in (moving.source, moving.target):
             return
-        if event.event == "FIRST_TOKEN" or number == moving.target:
+        if isinstance(event, events.FirstToken) or number == moving.target:
             moving.due = max(moving.due, event.t)
         if number == moving.target:
-            if event.event == "ROUTE":
+            if isinstance(event, events.Route):
                 self.replicas[number].life.lifecycles.adopt(event.request)
-            elif event.event == "HIT":
+            elif isinstance(event, events.Hit):
                 moving.missing -= event.blocks
 
     def _finish(self, event: events.Finish | events.Reject, number: int) -> None:
@@ -269,11 +276,10 @@ class ClusterChecker:
         if target is not None:
             self.replicas[target].life.forget(request)
 
-    def _route(
-        self, event: events.Route, request: events.Request, replica: CheckedReplica
-    ) -> None:
-        self._must_be_in_pool(event, request)
-        id_, number = event.request, int(event.replica)  # type: ignore[arg-type]  # it is placed
+    def _route(self, event: events.Route, request: events.Request, number: int) -> None:
+        """Check that a request may go to a replica, and record that it is there."""
+        self._must_be_in_pool(event, request, number)
+        id_, replica = event.request, self.replicas[number]
         if replica.leaving:
             violated(f"replica {number} leaves: it is sent no more requests")
         if event.leg == "decode":
@@ -300,19 +306,21 @@ class ClusterChecker:
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())
 
-    def _must_be_in_pool(self, event: events.Route, request: events.Request) -> None:
+    def _must_be_in_pool(
+        self, event: events.Route, request: events.Request, number: int
+    ) -> None:
         """Check that a replica belongs to the pool of the phase that is routed to it."""
         leg = event.leg if isinstance(event.leg, str) else ""
         if self._pools is None:
             fits = not leg
         else:
             prefill, decode = self._pools
-            mixed, prefills = event.replica >= prefill + decode, event.replica < prefill  # type: ignore[operator]
+            mixed, prefills = number >= prefill + decode, number < prefill
             fits = {"prefill": prefills, "decode": not prefills}.get(
                 leg, mixed or (prefills and request.output <= 1)
             )
         if not fits:
-            violated(f"replica {event.replica} is not in a pool for {leg or 'whole requests'}")
+            violated(f"replica {number} is not in a pool for {leg or 'whole requests'}")
 
     def _must_be_thought(
         self, tokens: int, request: events.Request, replica: CheckedReplica
@@ -382,10 +390,6 @@ class ClusterChecker:
             violated(f"replica {stuck[0]} has ended all, and does not stop")
         if self._failures:
             violated(f"failures of HEADER that are not there: {len(self._failures)}")
-
-
-def _nothing(event: object) -> None:
-    """Ignore an event that has been checked."""
 
 
 def _schedule(failures: Any) -> list[tuple[int, bool, int]]:

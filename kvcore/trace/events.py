@@ -161,6 +161,26 @@ class Event(_Placed, tag_field="event", forbid_unknown_fields=True, gc=False):
         return {"n": line.pop("n"), "t": line.pop("t")} | line
 
 
+class SequenceEvent(Event):
+    """A line about an open sequence."""
+
+    seq: Count
+
+
+class RequestEvent(Event):
+    """A line about a request and its sequence."""
+
+    request: RequestId
+    seq: Count
+
+
+class TierEvent(Event):
+    """A line about blocks of a prompt in a tier."""
+
+    tier: Text
+    request: RequestId
+
+
 class Header(Event, tag="HEADER", kw_only=True):
     """The first line: the cache, the workload, and the server of its requests."""
 
@@ -275,21 +295,17 @@ class Leave(Event, tag="LEAVE"):
     """A replica gets no more requests; it stops, by FAIL, when all of its own have ended."""
 
 
-class Hit(Event, tag="HIT"):
+class Hit(RequestEvent, tag="HIT"):
     """A sequence opened, and the first blocks of its prompt were cached."""
 
-    request: RequestId
-    seq: Count
     blocks: Size
     span: Count
     again: Again | UnsetType = UNSET
 
 
-class Miss(Event, tag="MISS"):
+class Miss(RequestEvent, tag="MISS"):
     """A sequence opened, and a block of its prompt was not cached."""
 
-    request: RequestId
-    seq: Count
     block: Count
     why: Annotated[
         Literal["absent", "partial", "expired", "no keys"],
@@ -298,11 +314,9 @@ class Miss(Event, tag="MISS"):
     again: Again | UnsetType = UNSET
 
 
-class Prefetch(Event, tag="PREFETCH"):
+class Prefetch(RequestEvent, tag="PREFETCH"):
     """A sequence opened to load blocks of a prompt before its request arrives."""
 
-    request: RequestId
-    seq: Count
     keys: BlockKeys
     blocks: Count
     span: Count | UnsetType = UNSET
@@ -316,18 +330,16 @@ class Split(Event, tag="SPLIT"):
     at: Size
 
 
-class Alloc(Event, tag="ALLOC"):
+class Alloc(SequenceEvent, tag="ALLOC"):
     """A sequence got private blocks."""
 
-    seq: Count
     first: Count
     runs: Runs
 
 
-class Commit(Event, tag="COMMIT"):
+class Commit(SequenceEvent, tag="COMMIT"):
     """Blocks of a sequence are computed, and can be shared."""
 
-    seq: Count
     span: Count
     first: Count
     blocks: Size
@@ -352,10 +364,9 @@ class Evict(Event, tag="EVICT"):
     scope: Annotated[Literal["cache"], _one_of("cache", "sequence")]
 
 
-class Drop(Event, tag="EVICT"):
+class Drop(SequenceEvent, tag="EVICT"):
     """A running sequence dropped blocks by its retention policy (EVICT of scope `sequence`)."""
 
-    seq: Count
     first: Count
     blocks: Size
     runs: Runs
@@ -364,10 +375,9 @@ class Drop(Event, tag="EVICT"):
     scope: Annotated[Literal["sequence"], _one_of("cache", "sequence")]
 
 
-class Compact(Event, tag="COMPACT"):
+class Compact(SequenceEvent, tag="COMPACT"):
     """A sequence keeps some of the tokens that it held, in private blocks."""
 
-    seq: Count
     tokens: Size
     held: Size
     runs: Runs
@@ -375,10 +385,9 @@ class Compact(Event, tag="COMPACT"):
     ahead: Count | UnsetType = UNSET
 
 
-class Free(Event, tag="FREE"):
+class Free(SequenceEvent, tag="FREE"):
     """Private blocks of a sequence are free again, deepest first."""
 
-    seq: Count
     runs: Runs
     reason: Annotated[
         Literal["close", "duplicate", "rollback"], _one_of("close", "duplicate", "rollback")
@@ -388,60 +397,46 @@ class Free(Event, tag="FREE"):
     compacted: Count | UnsetType = UNSET
 
 
-class Fork(Event, tag="FORK"):
+class Fork(SequenceEvent, tag="FORK"):
     """A sequence got a sibling that shares all of its blocks."""
 
-    seq: Count
     child: Count
 
 
-class Copy(Event, tag="COPY"):
+class Copy(SequenceEvent, tag="COPY"):
     """A sequence got a copy of a partial block that it shares, to write into it."""
 
-    seq: Count
     block: Count
     source: Count = msgspec.field(name="from")
     to: Count
 
 
-class FirstToken(Event, tag="FIRST_TOKEN"):
+class FirstToken(RequestEvent, tag="FIRST_TOKEN"):
     """A step has ended that generated the first token of a request."""
 
-    request: RequestId
-    seq: Count
 
-
-class Preempt(Event, tag="PREEMPT"):
+class Preempt(RequestEvent, tag="PREEMPT"):
     """A request no longer runs, and waits to run again."""
 
-    request: RequestId
-    seq: Count
     how: Annotated[Literal["pause", "recompute", "swap"], _one_of("pause", "recompute", "swap")]
     requester: RequestId | UnsetType = msgspec.field(name="for", default=UNSET)
 
 
-class Resume(Event, tag="RESUME"):
+class Resume(RequestEvent, tag="RESUME"):
     """A request that was paused runs again."""
 
-    request: RequestId
-    seq: Count
 
-
-class Recover(Event, tag="RECOVER"):
+class Recover(TierEvent, tag="RECOVER"):
     """Blocks of a path are in a tier from the start, left by an earlier run."""
 
-    tier: Text
-    request: RequestId
     keys: BlockKeys
     first: Count
     blocks: Size
 
 
-class Offload(Event, tag="OFFLOAD"):
+class Offload(TierEvent, tag="OFFLOAD"):
     """Blocks of a prompt are written into a tier, and can be used there from `done` (ns) on."""
 
-    tier: Text
-    request: RequestId
     first: Count
     blocks: Size
     done: Count
@@ -449,32 +444,26 @@ class Offload(Event, tag="OFFLOAD"):
     parked: Again | UnsetType = UNSET
 
 
-class LoadStart(Event, tag="LOAD_START"):
+class LoadStart(TierEvent, tag="LOAD_START"):
     """A sequence waits for blocks from a tier, which are in the pool at `done` (ns)."""
 
-    tier: Text
-    request: RequestId
     seq: Count
     first: Count
     blocks: Size
     done: Count
 
 
-class Load(Event, tag="LOAD"):
+class Load(TierEvent, tag="LOAD"):
     """Blocks from a tier are in the private blocks of a sequence."""
 
-    tier: Text
-    request: RequestId
     seq: Count
     first: Count
     blocks: Count
 
 
-class Discard(Event, tag="DROP"):
+class Discard(TierEvent, tag="DROP"):
     """Blocks of a prompt are no longer in a tier."""
 
-    tier: Text
-    request: RequestId
     first: Count
     blocks: Size
     reason: Annotated[
@@ -490,11 +479,9 @@ class Keys(Event, tag="KEYS"):
     keys: BlockKeys
 
 
-class Finish(Event, tag="FINISH"):
+class Finish(RequestEvent, tag="FINISH"):
     """A request has all of its output."""
 
-    request: RequestId
-    seq: Count
     output: Count
     output_keys: BlockKeys | UnsetType = UNSET
 

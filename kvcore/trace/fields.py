@@ -23,7 +23,7 @@ from kvcore.request import KEY_BYTES, SLO, Hints, Key, Request, Retention
 from kvcore.units import INT64_LIMIT
 
 if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    # The Structs are imported with the first trace that is read, since msgspec takes a while.
     from kvcore.trace import events
 
 SCHEMA = 1
@@ -48,7 +48,7 @@ _OPTIONAL = {
     "hints": "hints",
     "output_keys": "output_keys",
 }
-"""The fields of REQUEST that are left out at their default, and the attributes they hold."""
+"""The fields of REQUEST that are left out at their default, and the attributes of a request."""
 
 _DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in _OPTIONAL.values())
 
@@ -75,18 +75,18 @@ def request_fields(request: Request) -> dict[str, Any]:
 
 
 def slo_field(slo: SLO) -> dict[str, int]:
-    """Return the times of `slo` in ns, by name; those it does not set are left out."""
+    """Return the times of `slo` in ns, by name, without those that are None."""
     times = ((name, getattr(slo, f"{name}_ns")) for name in EXPECTATIONS)
     return {name: ns for name, ns in times if ns is not None}
 
 
 def slo_of(times: Mapping[Any, Any]) -> SLO:
-    """Return the SLO of times in ns, by name as `slo_field` has them."""
+    """Return the SLO of times in ns, by name, as `slo_field` returns them."""
     return SLO(**{f"{name}_ns": ns for name, ns in times.items()})
 
 
 def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
-    """Return block keys as JSON has them: ints, or 32 hex digits for 16 bytes.
+    """Return block keys for JSON: ints, or 32 hex digits in place of 16 bytes.
 
     Raises:
         InputError: a key is neither an int from 0 to 2**63 - 1, nor 16 bytes, nor a string
@@ -168,12 +168,12 @@ def _key_field(key: Any, place: int, request: int | str) -> int | str:
 class EvictionDigest:
     """Digests evicted blocks in order: equal digests, equal decisions.
 
-    SHA-256 over the key of each block, an int as 16 bytes, big-endian, and 16 bytes as they
-    are; so it is the same whatever the spans of a cache, or the names an engine has for
-    blocks. What was generated without keys is left out.
+    SHA-256 over the key of each block: the 16 bytes of a key, or the 16 bytes, big-endian, of
+    an int. It depends neither on the spans of a cache nor on an engine's names for blocks.
+    Generated blocks without keys are left out.
 
     Attributes:
-        blocks: how many were added.
+        blocks: number of blocks that were added.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class EvictionDigest:
         self._sha = sha256()
 
     def add(self, key: Key) -> None:
-        """Add the key of an evicted block; text is the 32 hex digits of one. Costs 0.5 µs."""
+        """Add the key of an evicted block, which may be its 32 hex digits. Costs 0.5 µs."""
         if isinstance(key, int):
             key = key.to_bytes(KEY_BYTES, "big")
         elif isinstance(key, str):
@@ -205,7 +205,7 @@ class EvictionDigest:
         return self._sha.hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return blocks and digest as JSON has them."""
+        """Return the number of blocks and the digest, for JSON."""
         return {"blocks": self.blocks, "digest": self.hexdigest}
 
 
@@ -215,14 +215,14 @@ Runs: TypeAlias = list[tuple[int, int]]
 _ID_LIMIT = 2**31
 
 MOST_BLOCKS_OF_LINE = 1 << 22
-"""Blocks that the runs of a line may stand for, of which each takes 4 bytes once decoded."""
+"""Largest number of blocks of the runs of a line; each takes 4 bytes once decoded."""
 
 
 _FEW_IDS = 1 << 10
-"""Ids from which on it is worth to look through them at once."""
+"""Number of ids from which on one pass over all of them pays."""
 
 _MANY_IDS = 1 << 21
-"""Ids from which on it would have been worth to load numpy."""
+"""Number of ids from which on loading numpy pays."""
 
 _ascending: Ids = array("i")
 
@@ -266,19 +266,19 @@ _ids_seen = 0
 
 
 def encode_all_runs(arrays: Sequence[Ids]) -> list[Runs]:
-    """Return what `encode_runs` makes of each of `arrays`.
+    """Return the runs of each of `arrays`, as `encode_runs` does.
 
-    Costs 100 ns a block, and where numpy is there 5 ns a block and 150 ns a run. It is loaded
-    once that has been worth it.
+    Costs 100 ns a block; with numpy, which is loaded once it pays, 5 ns a block and 150 ns a
+    run.
     """
-    global _ids_seen  # noqa: PLW0603 - of the process, as what is imported is
+    global _ids_seen  # noqa: PLW0603 - of the process, as its imports are
     blocks = sum(map(len, arrays))
     _ids_seen += blocks
     if blocks >= _FEW_IDS and ("numpy" in sys.modules or _ids_seen >= _MANY_IDS):
         try:
             return _all_runs(arrays)
         except ImportError:
-            _ids_seen = -(1 << 62)  # It is not installed: not looked for again.
+            _ids_seen = -(1 << 62)  # Not installed: the import is not tried again.
     return list(map(encode_runs, arrays))
 
 
@@ -355,9 +355,9 @@ def _from_to(first: int, last: int) -> Ids:
 
 
 def read_request(event: events.Request, arrival: int | None = None) -> Request:
-    """Return the request of a REQUEST line; written again, it is that line. O(keys).
+    """Return the request of a REQUEST line, which writes the same line again. O(keys).
 
-    It arrives at `arrival` (ns), or at the time of the line.
+    It arrives at `arrival` (ns); None: at the time of the line.
 
     Raises:
         InputError: a field with a value that no request has.
@@ -382,9 +382,9 @@ def read_request(event: events.Request, arrival: int | None = None) -> Request:
 
 
 def read_keys(written: list[Any]) -> list[Key]:
-    """Return block keys from JSON: ints, and the 16 bytes that 32 lower-case digits are.
+    """Return block keys from JSON: ints, and 16 bytes in place of 32 lower-case hex digits.
 
-    Other digits stay text, so that every key is written again as it was.
+    Text with capital digits stays text, so that every key is written again as it was.
     """
     if all(type(key) is int for key in written):
         return written
@@ -397,7 +397,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "hints": lambda hints: Hints(**hints),
     "output_keys": read_keys,
 }
-"""What makes the attribute of an optional field, where it is not the field itself."""
+"""The function that reads an optional field of REQUEST, where its value has another form."""
 
 
 def _is_key(value: object) -> bool:

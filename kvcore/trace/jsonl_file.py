@@ -1,8 +1,8 @@
 r"""Sealed JSONL files: lines of JSON, and an END with the digest of all before it.
 
-A trace is one, and a recording of KV events. `SealedWriter` and `SealedReader` know the file:
-compression by name, the `.part` file, the digest, the numbers of lines, a cut. Their
-subclasses know what the lines are::
+Traces and recordings of KV events are such files. `SealedWriter` and `SealedReader` handle the
+file: compression by name, the `.part` file, the digest, the numbers of lines, a cut. Their
+subclasses write and parse the lines::
 
     class Writer(SealedWriter):
         def _write_end(self):
@@ -59,7 +59,7 @@ DIGEST_BYTES = 16
 BUFFER_BYTES = 1 << 20
 
 ODD_BYTES = re.compile(rb"[ \\\r\t]")
-"""Bytes that stand between values, or in a text that may have another form."""
+"""Bytes between values, and those in texts that may be written in several ways."""
 
 NOT_AS_WRITTEN = (
     "the line is not written as kvcore writes it: a name stands in an object twice, there are "
@@ -79,10 +79,10 @@ class BackgroundFile(io.RawIOBase):
 
     Args:
         file: the path, or the file object.
-        kind: what errors call the file, before its name.
+        kind: the word for the file in errors, before its name.
 
     Attributes:
-        size: bytes written to the file so far.
+        size: number of bytes written to the file so far.
 
     Raises:
         InputError: the path cannot be opened for writing.
@@ -112,28 +112,28 @@ class BackgroundFile(io.RawIOBase):
         self.size = 0
 
     def writable(self) -> bool:
-        """Return True: `io.BufferedWriter` asks."""
+        """Return True, for `io.BufferedWriter`."""
         return True
 
     def write(self, data: Buffer, /) -> int:
-        """Hand a write buffer to the thread; return its size."""
+        """Pass a write buffer to the thread; return its size."""
         view = memoryview(data)
         # A copy: the caller fills its buffer again while the thread works.
         self._submit(self._put, bytes(view))
         return len(view)
 
     def sync(self) -> None:
-        """Write what the compressor holds, so that all up to here can be read from the file."""
+        """Flush the compressor, so that all bytes so far can be read from the file."""
         if self._compressor is not None:
             self._submit(self._flush_compressor, self._compressor)
 
     def hexdigest(self) -> str:
-        """Return the BLAKE2b digest of all that was written so far."""
+        """Return the BLAKE2b digest of all bytes written so far."""
         self._wait()
         return self._digest.hexdigest()
 
     def finish(self) -> None:
-        """Write what the compressor still holds, close, and give the file its name."""
+        """Flush the compressor, close the file, and give it its name."""
         self._wait()
         self._worker.shutdown()
         with storage_errors(self._what):
@@ -169,11 +169,11 @@ class BackgroundFile(io.RawIOBase):
         try:
             self._job = self._worker.submit(job, argument)
         except RuntimeError:
-            # The interpreter is going down, and its threads with it.
+            # The interpreter is shutting down, and starts no thread.
             job(argument)
 
     def _flush_compressor(self, compressor: Compressor) -> None:
-        """Write what the compressor holds (in the thread)."""
+        """Flush the compressor (in the thread)."""
         self._write_all(compressor.sync())
 
     def _put(self, data: bytes) -> None:
@@ -191,7 +191,7 @@ class BackgroundFile(io.RawIOBase):
             view = view[written:]
 
     def _wait(self) -> None:
-        """Wait until the thread is done; raise the error it met."""
+        """Wait until the thread is done; raise its error."""
         if self._job is not None:
             with storage_errors(self._what):
                 self._job.result()
@@ -202,11 +202,11 @@ class SealedWriter(ABC):
 
     Args:
         file: a path, or a binary file object (written to as it is, and left open).
-        kind: what errors call the file, before its name.
-        buffer_bytes: bytes held back before they are written.
+        kind: the word for the file in errors, before its name.
+        buffer_bytes: number of bytes that are buffered before they are written.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
 
     Raises:
         InputError: the path cannot be opened for writing.
@@ -227,9 +227,9 @@ class SealedWriter(ABC):
         self.name = self._sink.name
 
     def flush(self) -> None:
-        """Write all that is held back, so that a process killed later leaves it readable.
+        """Write all buffered lines, which stay readable if the process is killed later.
 
-        Costs a compressed file some bytes.
+        Each call makes a compressed file some bytes longer.
         """
         self._buffer.flush()
         self._sink.sync()
@@ -238,8 +238,8 @@ class SealedWriter(ABC):
         """Write END and give the file its name. A second call does nothing.
 
         Raises:
-            InputError: there is nothing to keep.
-            StorageError: the disk is full. In both cases the file is given up.
+            InputError: there are no lines. The file is given up.
+            StorageError: the disk is full. The file is given up.
         """
         if self._closed:
             return
@@ -301,16 +301,16 @@ class SealedReader(ABC, Generic[_Item]):
     END is *incomplete*: all items before the cut are yielded, then iteration just ends.
 
     A line has at most 16 MiB and 2^20 values, and a compressed file expands to at most
-    `expansion` times its size past the first 16 MiB: what a file may cost follows from its
-    size. Traces reach 6 to 9 times, and 16 at the level 19 of zstd.
+    `expansion` times its size past the first 16 MiB, so the size of a file bounds its cost.
+    Traces expand 6 to 9 times, and 16 times from the level 19 of zstd.
 
     Attributes:
-        kind: what errors call the file, before its name.
-        expansion: bytes that a compressed byte may expand to.
-        file: the path, as given.
-        line: the file's line number, from 1, of the item yielded last.
-        position: bytes of the file that were read so far, as they lie in it.
-        complete: whether END was reached, and nothing is missing or follows.
+        kind: the word for the file in errors, before its name.
+        expansion: largest number of bytes that a compressed byte expands to.
+        file: the path.
+        line: line number in the file, from 1, of the item yielded last.
+        position: number of bytes of the file, compressed or not, that were read so far.
+        complete: whether the file ends with END and its newline.
         cut_reason: where and how an incomplete file ends, once iteration is over.
 
     Raises:
@@ -354,7 +354,7 @@ class SealedReader(ABC, Generic[_Item]):
 
     @abstractmethod
     def _parse(self, raw: bytes) -> _Item:
-        """Return the item of line number `line`, after all checks of that line alone.
+        """Return the item of line number `line`, once the line is checked by itself.
 
         Calls `fail` for a wrong line, and `_expect_end` for END.
         """
@@ -368,7 +368,7 @@ class SealedReader(ABC, Generic[_Item]):
         return self.file.open("rb")
 
     def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yield the content of `file`, and keep count of how far it is read."""
+        """Yield the content of `file`, and keep `position` up to date."""
         for piece in decompressed(file, self.expansion):
             self.position = file.tell()
             yield piece
@@ -379,7 +379,7 @@ class SealedReader(ABC, Generic[_Item]):
         return True
 
     def _items(self, pieces: Iterable[bytes]) -> Iterator[_Item]:
-        # The pieces of a line that has begun: joined once, or a long line costs its square.
+        # The pieces of an unfinished line: joined once, since joining each costs its square.
         begun: list[bytes] = []
         length, cut = 0, None
         try:
@@ -404,7 +404,7 @@ class SealedReader(ABC, Generic[_Item]):
         self.complete = self.cut_reason is None
 
     def _block(self, block: bytes) -> Iterator[_Item]:
-        """Yield the items of `block`, which lacks only its last newline."""
+        """Yield the items of whole lines, `block`, whose last newline is left out."""
         self._look_at(block)
         for raw in block.split(b"\n"):
             item = self._next(raw)
@@ -412,12 +412,12 @@ class SealedReader(ABC, Generic[_Item]):
                 self._digest.update(block[: block.find(raw)])
                 self._check_end(raw, self._end)
             yield item
-        # Once a block: an update a line would cost more than the line's check.
+        # Once for each block: an update for each line would cost more than its check.
         self._digest.update(block)
         self._digest.update(b"\n")
 
     def _tail(self, rest: bytes) -> Iterator[_Item]:
-        """Yield the item after the last newline if its line is whole; note the cut."""
+        """Yield the item after the last newline if its line is whole; store `cut_reason`."""
         ended = self._end is not None
         if not rest:
             if self._sealed and not ended:
@@ -436,7 +436,7 @@ class SealedReader(ABC, Generic[_Item]):
         yield item
 
     def _look_at(self, block: bytes) -> None:
-        """Refuse lines that are too large to be parsed; note bytes that need a closer look."""
+        """Refuse lines that are too large to be parsed; store whether there are `ODD_BYTES`."""
         # A block comes in pieces of 64 KiB: only its first line can be too large.
         if fault := line_fault(block.partition(b"\n")[0]):
             self.line += 1
@@ -444,7 +444,7 @@ class SealedReader(ABC, Generic[_Item]):
         self._odd_bytes = any(byte in block for byte in (b" ", b"\\", b"\r", b"\t"))
 
     def _must_be_as_written(self, raw: bytes, line: Any) -> None:
-        """Refuse a line that is not what kvcore writes for `line`, which it was parsed to."""
+        """Refuse the line `raw` unless kvcore writes its value, `line`, by the same bytes."""
         try:
             written = orjson.dumps(line)
         except TypeError as error:

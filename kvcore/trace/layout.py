@@ -15,15 +15,15 @@ class TracedPrompt:
     """A traced request in blocks.
 
     Attributes:
-        id: of the request.
-        tokens: of the prompt.
+        id: id of the request.
+        tokens: tokens of the prompt.
         keys: the key of block j is `keys[j // ratio]`, `ratio` being the layout's.
-        blocks: that the whole prompt occupies.
-        cacheable: how many blocks from the first on may be shared.
-        lookup: how many are looked up.
-        limit: how many can hit at most.
-        unkeyed: whether missing keys are why no more can hit.
-        share: how many of its blocks its client lets others use; None: all.
+        blocks: number of blocks of the whole prompt.
+        cacheable: number of blocks, from the first on, that may be shared.
+        lookup: number of blocks that are looked up.
+        limit: largest number of blocks that can hit.
+        unkeyed: whether `limit` is lower because keys are missing.
+        share: number of blocks that its client lets others use; None: all.
         generated: `keys`, and names for the blocks of output without keys that stay cached.
     """
 
@@ -43,8 +43,13 @@ class TracedPrompt:
 class TraceLayout:
     """The blocks of requests, computed from HEADER and REQUEST lines alone.
 
-    Written apart from the cache's own arithmetic, which a check of the trace is there to
-    test. `ratio` is blocks a key; where a block is several keys, `stride` is how many.
+    Independent of the arithmetic of `kvcore.cache.layout`, which the check of a trace tests.
+
+    Attributes:
+        count: `keys` or `tokens`, by which blocks are counted.
+        block_size, key_tokens: tokens of a block, and of a key.
+        ratio: blocks of a key; 1 where a block has several keys.
+        stride: keys of a block; 1 where a key has several blocks.
     """
 
     count: str
@@ -71,7 +76,7 @@ class TraceLayout:
         """Return the prompt of a REQUEST in blocks.
 
         Raises:
-            ValueError: its keys stand for another number of tokens than the header says.
+            ValueError: its keys have another number of tokens than those of HEADER.
         """
         if request.key_tokens != self.key_tokens:
             msg = f"keys of {request.key_tokens} tokens; HEADER says {self.key_tokens}"

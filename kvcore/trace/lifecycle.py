@@ -24,8 +24,8 @@ class Lifecycle:
     """A traced request between its REQUEST line and its end.
 
     Attributes:
-        id: of the request.
-        output: tokens it asks for.
+        id: id of the request.
+        output: number of tokens that it asks for.
         stage: `announced` by a prefetch, before it arrives; `waiting` for its first admission,
             `running`, `paused`, `preempted` (waiting for another admission), `finished` or
             `rejected`.
@@ -41,7 +41,7 @@ class Lifecycle:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of the request can follow."""
+        """Whether the request has ended, so that no line of it can follow."""
         return self.stage in (FINISHED, REJECTED)
 
 
@@ -53,8 +53,8 @@ class Lifecycles:
     or a preemption, no close without one or a finish, and one end to every request.
 
     Attributes:
-        finished, rejected: how many requests ended so.
-        preemptions: how often a request was preempted, by kind.
+        finished, rejected: number of requests that finished, and that were rejected.
+        preemptions: number of preemptions by kind.
     """
 
     def __init__(self, mode: str) -> None:
@@ -62,7 +62,7 @@ class Lifecycles:
         self.finished = self.rejected = 0
         self.preemptions = dict.fromkeys(PREEMPTIONS, 0)
         self._complete = mode != "untimed"
-        # A model that runs ends a text where it likes; a simulated one as it was asked.
+        # By the wall clock a model may end a text early; a simulated one never does.
         self._as_asked = mode != "wall"
         self._requests: dict[int | str, Lifecycle] = {}
         served = ("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT")
@@ -75,7 +75,7 @@ class Lifecycles:
         self._requests[request] = Lifecycle(request, output)
 
     def adopt(self, request: int | str) -> None:
-        """Record that `request`, which has arrived, has its first token from elsewhere."""
+        """Record that `request`, which has arrived, got its first token elsewhere."""
         life = self._requests[request]
         life.stage, life.seq, life.answered = PREEMPTED, -1, True
 
@@ -136,7 +136,7 @@ class Lifecycles:
             violated(f"request {request!r} is {life.stage}, and generates nothing")
 
     def apply(self, event: events.Event) -> bool:
-        """Record a server's event; return True if the next line must close its sequence.
+        """Record an event of a server; return True if the next line must close its sequence.
 
         Raises:
             ViolationError: it cannot follow from the events of its request before it.
@@ -154,7 +154,7 @@ class Lifecycles:
         return self._requests[request].stage == PREEMPTED
 
     def close(self, request: int | str, seq: int) -> None:
-        """Record that `seq` closed without a reason in the line before; a fork needs none.
+        """Record that `seq` closed without a reason in the line before, as only forks may.
 
         Raises:
             ViolationError: a reason was due.
@@ -163,7 +163,7 @@ class Lifecycles:
             violated(f"sequence {seq} closes without FINISH or PREEMPT before it")
 
     def output(self, request: int | str) -> int:
-        """Return how many tokens `request` asks for."""
+        """Return the number of tokens that `request` asks for."""
         return self._requests[request].output
 
     def end(self, sequences: int) -> None:
@@ -221,12 +221,8 @@ class Lifecycles:
         life.stage = REJECTED
         self.rejected += 1
 
-    def _at(
-        self,
-        event: events.FirstToken | events.Preempt | events.Resume | events.Finish,
-        *stages: str,
-    ) -> Lifecycle:
-        """Return the life cycle that `event` is of, which must be at one of `stages`."""
+    def _at(self, event: events.RequestEvent, *stages: str) -> Lifecycle:
+        """Return the life cycle of the request of `event`, which must be at one of `stages`."""
         life = self._running(event.request)
         if life.seq != event.seq:
             violated(f"sequence {event.seq} is not of request {life.id!r}")
@@ -235,7 +231,7 @@ class Lifecycles:
         return life
 
     def _running(self, request: int | str) -> Lifecycle:
-        """Return the life cycle of `request`, which must have begun and not be over."""
+        """Return the life cycle of `request`, which must have arrived and not have ended."""
         life = self._requests.get(request)
         if life is None or self.is_announced(request):
             violated(f"request {request!r} has no REQUEST line before this")

@@ -12,24 +12,24 @@ from kvcore.trace.fields import encode_runs
 
 
 class CachedKeys:
-    """Counts the cached blocks of every key, for prompts whose keys stand for `ratio` blocks.
+    """Number of cached blocks of each key, where a key has `ratio` blocks.
 
-    A prompt's hit is then a bisection over its keys, whatever spans they are stored in.
+    The hit of a prompt is a bisection over its keys, whatever spans store them.
     """
 
     def __init__(self, ratio: int) -> None:
-        """Start with nothing cached."""
+        """Start with no cached block."""
         self._ratio = ratio
         self._blocks: dict[Any, int] = {}
 
     def match(self, keys: list[Any]) -> int:
-        """Return how many blocks of a prompt are cached, from the first on. O(log keys)."""
+        """Return the number of cached blocks of a prompt, from the first on. O(log keys)."""
         cached = self._blocks
         missing = bisect_left(keys, 1, key=lambda key: key not in cached)
         return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
 
     def store(self, keys: list[Any], first: int, end: int) -> bool:
-        """Store the blocks `[first, end)` of a prompt; return True if none was there."""
+        """Store the blocks `[first, end)` of a prompt; return False if one is stored."""
         cached, ratio = self._blocks, self._ratio
         low, high = first // ratio, (end - 1) // ratio
         later = keys[low + 1 : high + 1]
@@ -43,12 +43,12 @@ class CachedKeys:
         return True
 
     def begin(self, keys: list[Any], first: int) -> None:
-        """Insert the first key of a run that starts at block `first`, within it or not."""
+        """Insert the first key of a run that starts at block `first`, perhaps inside it."""
         whole, part = divmod(first, self._ratio)
         self._blocks.setdefault(keys[whole], part)
 
     def remove(self, keys: list[Any], first: int, end: int) -> None:
-        """Remove the last blocks stored of a prompt, `[first, end)`."""
+        """Remove the blocks `[first, end)` of a prompt, after which none is stored."""
         whole, part = divmod(first, self._ratio)
         for key in keys[whole : (end - 1) // self._ratio + 1]:
             self._blocks.pop(key, None)
@@ -59,24 +59,27 @@ class CachedKeys:
 class AllocationOrder:
     """The order in which a pool hands out blocks, those just evicted included.
 
-    Of the victims of a call its own ALLOC and COPY lines take all, after every block that
-    was free: none is evicted while there are enough, and never more than are missing, but
-    where leaves leave whole: then none after those that are enough. The victims of a call
-    that failed are free, as if it had taken its blocks and given them back.
+    The ALLOC and COPY lines of a call take all of its victims, after every free block. No block
+    is evicted while enough are free, and no more than are missing; where whole leaves are
+    evicted, no leaf after the one that makes enough. The victims of a call that failed are
+    free, as if it had allocated its blocks and freed them.
     """
 
     def __init__(self, blocks: int, *, leaves: bool = False) -> None:
-        """Start with `blocks` free blocks, none used before; `leaves` says how they go."""
+        """Start with `blocks` free blocks, none of them used before.
+
+        `leaves` is whether whole leaves are evicted.
+        """
         self.pool = BlockPool(blocks)
         self.victims: Ids = array("i")
         self._leaves = leaves
-        self._last = 0  # the victims of the last line
+        self._last = 0  # number of victims of the last line
         self._requester: int | str | None = None
         self._copied = False
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of free blocks, victims included."""
         return self.pool.free_blocks + len(self.victims)
 
     def evict(self, ids: Ids, requester: int | str) -> None:
@@ -86,7 +89,7 @@ class AllocationOrder:
         self._last = len(ids) if self._leaves else 1
 
     def expire(self, ids: Ids) -> None:
-        """Record blocks that were evicted as expired: they are free at once."""
+        """Record blocks that were evicted because they expired: they are free at once."""
         self.settle()
         self.pool.free(ids, len(ids))
 
@@ -96,7 +99,7 @@ class AllocationOrder:
         A `copy` takes one block, and may leave victims for the ALLOC that follows it.
 
         Raises:
-            ViolationError: there are not as many, too many were evicted, or others are next.
+            ViolationError: too few are free, too many were evicted, or others are next.
         """
         self.serve(requester)
         victims, count, available = self.victims, len(ids), self.free
@@ -116,13 +119,13 @@ class AllocationOrder:
         self._copied = copy
 
     def serve(self, requester: int | str) -> None:
-        """Settle the evictions for another request than `requester`."""
+        """Free the victims of another request than `requester`."""
         if requester != self._requester:
             self.settle()
             self._requester = requester
 
     def settle(self) -> None:
-        """Free what a call evicted that failed before it could use it."""
+        """Free the victims of a call that failed before it took them."""
         if self.victims:
             if self._copied:
                 violated(f"{len(self.victims)} more blocks were evicted than were missing")

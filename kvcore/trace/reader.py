@@ -7,24 +7,23 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import attrs
+import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
+from kvcore.trace import events
+from kvcore.trace.events import Event, Header
 from kvcore.trace.fields import SCHEMA, read_keys, read_request
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace.events import Event, Header
 
 
 class _Builder(Protocol):
@@ -37,7 +36,7 @@ class _Builder(Protocol):
 Builder = TypeVar("Builder", bound=_Builder)
 
 LONGEST_HEADER = 1 << 20
-"""Bytes of the one line in which any JSON may stand."""
+"""Largest number of bytes of HEADER, the only line with fields of any JSON."""
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
@@ -51,10 +50,6 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a trace line, as its reader accepts it."""
-    import msgspec  # noqa: PLC0415  (slow)
-
-    from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
     lines, parts = msgspec.json.schema_components(
         [*events.EVENTS.values(), events.Drop], ref_template="#/$defs/{name}"
     )
@@ -66,7 +61,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-class TraceReader(SealedReader["Event"]):
+class TraceReader(SealedReader[Event]):
     """Reads a trace once, line by line; `.gz` and `.zst` are recognised by their first bytes.
 
     Iterating yields each line as its Struct of `kvcore.trace.events`, checked: its event and
@@ -79,21 +74,17 @@ class TraceReader(SealedReader["Event"]):
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         super().__init__(file)
-        self._decode = events.decode
-        self._required_names, self._count_names = events.REQUIRED_NAMES, events.count_names
-        self._placed_names = events.PLACED_NAMES
+        self._required_names = events.REQUIRED_NAMES
         self._time = 0
         self._counts: dict[str, int] = {}
 
     def feed(self, start: Callable[[Header], Builder], tick: Tick = unseen) -> Builder:
-        """Return what `start` makes of HEADER, after it took all events that follow.
+        """Return the builder that `start` makes from HEADER, once it has all events.
 
         Args:
-            start: its errors, and those of `take`, are ValueErrors.
-            tick: called with the bytes of the file that are done.
+            start: makes the builder from HEADER; it and `take` raise ValueError for a fault.
+            tick: called with the number of bytes of the file that are done.
 
         Raises:
             TraceError: there is no HEADER, or an event contradicts what came before.
@@ -113,12 +104,12 @@ class TraceReader(SealedReader["Event"]):
         return builder
 
     def _parse(self, raw: bytes) -> Event:
-        """Return the event of the next line, after every check that needs no later one."""
+        """Return the event of the next line, once it is checked against those before it."""
         n = self.line - 1
         if not n:
             self._check_header(raw)
         try:
-            event = self._decode(raw)
+            event = events.decode(raw)
         except ValueError as error:
             self.fail(str(error))
         name, now = event.event, event.t
@@ -146,9 +137,9 @@ class TraceReader(SealedReader["Event"]):
         return event
 
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
-        """Refuse a line that has a name twice, or is otherwise not written as kvcore does."""
+        """Refuse a line that has a name twice, or is not written as kvcore writes it."""
         plain = colons == self._required_names[type(event)]
-        if not (plain or colons == self._count_names(event)) or (
+        if not (plain or colons == events.count_names(event)) or (
             self._odd_bytes and ODD_BYTES.search(raw)
         ):
             self._must_be_as_written(raw, orjson.loads(raw))
@@ -156,14 +147,14 @@ class TraceReader(SealedReader["Event"]):
             self._check_placed(event)
 
     def _check_placed(self, event: Event) -> None:
-        """Refuse a replica in the trace of one server; of a cluster expect one from now on."""
+        """Refuse a replica in the trace of one server; expect one after HEADER of a cluster."""
         if event.event == "HEADER" and event.replicas:  # type: ignore[attr-defined]
-            self._required_names = self._placed_names
-        elif isinstance(event.replica, int) and self._required_names is not self._placed_names:
+            self._required_names = events.PLACED_NAMES
+        elif isinstance(event.replica, int) and self._required_names is not events.PLACED_NAMES:
             self.fail(f"{event.event} has a field 'replica', but HEADER has no replicas")
 
     def _check_header(self, raw: bytes) -> None:
-        """Refuse a file that begins as no trace, or as one of another schema."""
+        """Refuse a file whose first line is not HEADER of this schema."""
         if len(raw) > LONGEST_HEADER:
             self.fail(f"HEADER is longer than {LONGEST_HEADER:,} bytes, which is the most")
         try:
@@ -181,17 +172,17 @@ class TraceReader(SealedReader["Event"]):
 
 @attrs.define(slots=False, eq=False)
 class TraceWorkload(Workload):
-    """The requests of a trace, as the workload of which it is a recording.
+    """The requests of a trace, as those of the recorded workload.
 
-    Its name, digest, options and key size are those of the recorded workload; without one
-    it is `trace`, with the digest of the file. Requests come in the order in which they
-    arrived. Those of an open loop arrive as the workload had them, whatever the rate at
-    which they were run: at that rate they arrive when they did (a trace that was run faster
-    than real time has lost up to `rate_scale` ns of each). One that came after another
-    arrives when it did.
+    Name, digest, options and key size are those of the recorded workload; where HEADER has
+    none, the name is `trace` and the digest that of the file. Requests come in order of
+    arrival. Requests of an open loop arrive when the workload let them, whatever the rate of
+    the run: run at that rate again, they arrive as recorded (a trace at a rate above 1 has
+    lost up to `rate_scale` ns of each time). A request that came after another one arrives
+    as recorded.
 
     Attributes:
-        file: the trace; a kvcore trace of any mode.
+        file: path of a kvcore trace of any mode.
 
     Raises:
         InputError: the file cannot be read.
@@ -203,14 +194,12 @@ class TraceWorkload(Workload):
     file: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request a REQUEST line. Memory: one request, and the recorded keys."""
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
+        """Yield a request for each REQUEST line. Memory: one request, and the recorded keys."""
         scale, recorded_keys = self._scale, self.recorded_keys
         for reader, event in self._events():
             if not isinstance(event, events.Request):
                 continue
-            # Rounded up, as running it rounds down.
+            # Rounded up, since the run rounds down.
             arrival = -(-event.t * scale.numerator // scale.denominator)
             try:
                 request = read_request(event, arrival)
@@ -235,12 +224,10 @@ class TraceWorkload(Workload):
 
     @cached_property
     def recorded_keys(self) -> dict[int | str, list[Key]]:
-        """Keys of generated blocks that only the run could tell, by request, in order.
+        """Keys of generated blocks that the workload did not have, by request, in order.
 
-        Of a run on texts; the trace of another run has none, and is not read for them.
+        Runs on texts and engines record them; a trace of another run is not read for them.
         """
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         recorded: dict[int | str, list[Key]] = {}
         if self.header.executor == "run" or self.header.engine:
             for _, event in self._events():
@@ -262,18 +249,16 @@ class TraceWorkload(Workload):
 
     @property
     def key_tokens(self) -> int:
-        """Tokens a key stands for."""
+        """Tokens of a key."""
         return self.header.key_tokens
 
     @property
     def restores(self) -> bool:
         """Whether the requests are exactly those of the recorded workload. Reads the file.
 
-        They are not where requests were sent after others under a clock, where a run on
-        texts has recorded keys of its own, or where the rate rounded the times.
+        They are not where requests came after others under a clock, where the run has recorded
+        keys of its own, or where the rate has rounded the times.
         """
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         if self.header.workload is None or self._scale > 1 or self.recorded_keys:
             return False
         if self.header.mode == "untimed":
@@ -293,7 +278,7 @@ class TraceWorkload(Workload):
         return Fraction(str(self.header.rate_scale or 1))
 
     def _events(self) -> Iterator[tuple[TraceReader, Event]]:
-        """Yield the events with their reader, and check that the end is there."""
+        """Yield the events with their reader; raise TraceError if the file is cut."""
         reader = TraceReader(self.file)
         for event in reader:
             yield reader, event

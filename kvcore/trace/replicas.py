@@ -25,10 +25,10 @@ from kvcore.units import NS_PER_S
 
 
 def replica_headers(header: Header) -> list[Header]:
-    """Return what HEADER would say of each replica, if it were the only server.
+    """Return HEADER of each replica, as if it were the only server.
 
     Raises:
-        ViolationError: it is of one server, or of too many.
+        ViolationError: HEADER is of one server, or of too many replicas.
     """
     records = header.replicas or violated("HEADER has no replicas")
     if sum(record.count for record in records) > MOST_REPLICAS:
@@ -47,17 +47,17 @@ class Replicas:
     """Finds the replica of each line of a cluster's trace. Memory: requests in flight.
 
     Attributes:
-        headers: of each replica.
-        lives: which life each replica has, from 1 on; 0: it was never up.
-        up: whether each replica is.
-        requests: the REQUEST lines of those that have not ended, by id.
+        headers: HEADER of each replica.
+        lives: number of the present life of each replica, from 1 on; 0: it was never up.
+        up: whether each replica is up.
+        requests: the REQUEST lines of the requests that have not ended, by id.
     """
 
     def __init__(self, header: Header) -> None:
         """Start with the replicas of HEADER.
 
         Raises:
-            ViolationError: it has none, or too many.
+            ViolationError: HEADER has no replicas, or too many.
         """
         self.headers = replica_headers(header)
         routing, count = header.routing or {}, len(self.headers)
@@ -73,23 +73,23 @@ class Replicas:
         self.prefills: dict[int | str, int] = {}
 
     def place(self, event: Event) -> tuple[int, Event] | None:
-        """Return the replica of the next line after HEADER, and the line as that has it.
+        """Return the replica of the next line after HEADER, and the line in its own trace.
 
-        ROUTE is a REQUEST that comes then. None: the line is of no replica, as REQUEST, END,
-        and the REJECT of a router are.
+        There ROUTE is a REQUEST. None: the line is of no replica, as REQUEST, END, and the
+        REJECT of a router are.
 
         Raises:
-            ViolationError: the replica or the request is not there.
+            ViolationError: there is no such replica or request.
         """
         name, replica = event.event, event.replica
-        if name in ("FINISH", "REJECT"):
-            id_: int | str = event.request  # type: ignore[attr-defined]
+        if isinstance(event, (events.Finish, events.Reject)):
+            id_ = event.request
             if self.prefills.get(id_, UNSET) != replica:
                 self.requests.pop(id_, None)
                 self.prefills.pop(id_, None)
         if name in UNPLACED and replica is UNSET:
-            if name == "REQUEST":
-                self.requests[event.id] = event  # type: ignore[attr-defined, assignment]
+            if isinstance(event, events.Request):
+                self.requests[event.id] = event
             return None
         if not isinstance(replica, int) or replica >= len(self.headers) or name in NOBODYS:
             last = len(self.headers) - 1
@@ -100,12 +100,12 @@ class Replicas:
             self.up[replica] = True
         elif name == "FAIL":
             self.up[replica] = False
-        elif name == "ROUTE":
-            return replica, self._routed(event, replica)  # type: ignore[arg-type]
+        elif isinstance(event, events.Route):
+            return replica, self._routed(event, replica)
         return replica, event
 
     def _routed(self, event: events.Route, replica: int) -> events.Request:
-        """Return the REQUEST that ROUTE is for a replica."""
+        """Return the REQUEST in the trace of a replica that stands for ROUTE."""
         id_ = event.request
         request = self.requests.get(id_)
         if request is None:
@@ -118,29 +118,29 @@ class Replicas:
 
 
 CHANGES = ("FAIL", "RETURN", "LEAVE")
-"""Events by which replicas come and go."""
+"""Events by which replicas start and stop."""
 
 NOBODYS = ("REQUEST", "END")
 """Events that are of no replica."""
 
 UNPLACED = (*NOBODYS, "REJECT", "TRANSFER")
-"""Events that may be of no replica: a router may refuse a request as well."""
+"""Events that may be of no replica; REJECT is of none if the router rejects a request."""
 
 
 class ServerReader(TraceReader):
-    """Reads the trace of one server, or of one replica of a cluster as if it were that.
+    """Reads the trace of one server, or that of one replica of a cluster as if it were one.
 
-    Of a replica, lines are numbered anew, a request comes when it is routed there, and once
-    its life is over nothing more is yielded, while the rest of the file is checked.
+    The lines of a replica have numbers of their own, a request arrives when it is routed there,
+    and after the end of the life no line is yielded, while the rest of the file is checked.
 
     Args:
         file: the trace.
-        replica: the number of the replica, or as text with that of one of its lives, from 1
-            on (`1:2`); None: the trace is of one server.
+        replica: number of the replica; as text also with the number of one of its lives, from
+            1 on (`1:2`). None: the trace is of one server.
 
     Raises:
-        InputError: while iterating as well: the trace is of a cluster and no replica is given,
-            or of one server and one is, or there is no such replica or life.
+        InputError: the text names no replica. While iterating: a replica is given for the trace
+            of one server or not for that of a cluster, or there is no such replica or life.
     """
 
     def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
@@ -170,7 +170,7 @@ class ServerReader(TraceReader):
             yield from lines
 
     def _of_replica(self, header: Header, lines: Iterator[Event]) -> Iterator[Event]:
-        """Yield the lines of the life of a replica that was asked for."""
+        """Yield the lines of one life of the replica."""
         try:
             replicas = Replicas(header)
         except ValueError as error:

@@ -35,14 +35,13 @@ SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
 class TraceChecker:
     """Checks each event against the state before it, then applies it.
 
-    Shares nothing with the prefix caches but the pool's order of ids: what is cached is a
-    count of blocks a key, and a prompt's hit a bisection, since no block is cached without
-    those before it.
+    Of the code of the caches it uses the pool alone. The cached blocks are counted by key, and
+    the hit of a prompt is found by bisection, since no block is cached without those before it.
 
     Attributes:
         state: the cache after the events so far.
-        lifecycles: how far each request has come.
-        evictions: digest of what was evicted for room.
+        lifecycles: the life cycles of the requests so far.
+        evictions: digest of the blocks that were evicted for capacity.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -72,10 +71,10 @@ class TraceChecker:
         self.evictions = EvictionDigest()
         self._cached_keys = CachedKeys(self._ratio)
         self._last_sequence = self._last_span = 0
-        # The request whose call dropped expired spans last: its MISS may say so.
+        # The request whose call dropped expired spans last: its MISS may name that reason.
         self._expired_for: int | str | None = None
-        # How many blocks of a request that returns may hit, least and most: those that it had
-        # computed. What a run without a clock gave up, or shared no more, is not known.
+        # The least and the most blocks of a request that may hit when it returns: those that it
+        # had computed. A run without a clock does not record which of them it gave up.
         self._returning: dict[int | str, tuple[int, int]] = {}
         # Blocks of a COMMIT `same` that the next line must free.
         self._duplicates: Ids = array("i")
@@ -88,7 +87,6 @@ class TraceChecker:
         # Event, sequence and reason that the next line must have; and this one.
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
-        # Plain requests for what a server says have one check: that of their life cycle.
         checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
         checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
         self._checks: dict[str, Callable[[Any], None]] = checks
@@ -96,7 +94,7 @@ class TraceChecker:
 
     @property
     def pool(self) -> BlockPool:
-        """The pool as it hands out blocks: which are free, and which have several owners."""
+        """The pool, with its free blocks in order and the owners of others."""
         return self._order.pool
 
     def apply(self, event: events.Event) -> None:
@@ -158,12 +156,12 @@ class TraceChecker:
         }
 
     def forget(self, request: int | str) -> None:
-        """Apply that `request`, which does not run here, is served elsewhere from now on."""
+        """Remove `request`, which does not run here, and is served elsewhere from now on."""
         self.lifecycles.forget(request)
         del self.state.requests[request]
 
     def cached_tokens(self, request: events.Request) -> int:
-        """Return how many tokens of a prompt would hit now. O(log keys)."""
+        """Return the number of tokens of a prompt that would hit now. O(log keys)."""
         prompt, layout = self.state.layout.prompt(request), self.state.layout
         return min(self._cached_keys.match(prompt.keys), prompt.limit) * layout.block_size
 
@@ -257,7 +255,7 @@ class TraceChecker:
         self._take(seq, ids)
 
     def _take(self, seq: TracedSequence, ids: Ids, *, copy: bool = False) -> None:
-        """Check that `seq` gets these blocks, and that victims left for its sake alone."""
+        """Check that `seq` gets these blocks, and that victims left for its request alone."""
         if self._evicting not in (None, seq.prompt.id):
             self._refuse_victims()
         self._order.take(ids, seq.prompt.id, copy=copy)
@@ -295,7 +293,7 @@ class TraceChecker:
             self._switch(event, seq, ids)
 
     def _generated(self, seq: TracedSequence, end: int) -> None:
-        """Check that `seq` may keep what it has generated, up to block position `end`."""
+        """Check that the generated blocks of `seq` up to position `end` may be cached."""
         prompt, layout = seq.prompt, self.state.layout
         first = prompt.tokens // layout.block_size
         if (self.state.header.batching or {}).get("generated") != "cached":
@@ -367,7 +365,7 @@ class TraceChecker:
         self._order.expire(ids)
 
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
-        """Check what a line says of a victim's age and hits."""
+        """Check the policy, the age and the hits in the line of a victim."""
         age = event.t - span.last_access
         if (event.by, event.hits, event.age) != (self._eviction, span.hits, age):
             violated(
@@ -442,7 +440,7 @@ class TraceChecker:
                 pool.unshare(block)
 
     def _must_be_asked(self, seq: TracedSequence, computed: int, ahead: int) -> None:
-        """Check that a server asks its policy then: after a chunk, or when a block is full.
+        """Check that a compaction comes after a chunk of the prompt, or when a block is full.
 
         The table of `seq` has `computed` computed tokens, and room for `ahead` more.
         """
@@ -483,7 +481,7 @@ class TraceChecker:
             self._close(event, seq)
 
     def _close(self, event: events.Free, seq: TracedSequence) -> None:
-        """Check what `seq` had forgotten, and store how much it may hit when it returns."""
+        """Check the dropped blocks of `seq`, and store how many may hit when it returns."""
         if (event.forgotten or []) != seq.forgotten:
             told = [list(hole) for hole in seq.forgotten]
             violated(f"sequence {seq.id} has forgotten {told}, as first and count")
@@ -495,7 +493,7 @@ class TraceChecker:
             return
         prompt, end = seq.prompt, seq.span.end
         least, most = self._limits(prompt, resumed=True)
-        # What it does not share itself, others may have cached meanwhile.
+        # Blocks that it does not share itself may have been cached by others meanwhile.
         partly = seq.has_forgotten or prompt.share is not None
         most = max(most, prompt.cacheable if partly else end)
         if self.state.header.mode != "untimed" and not self._of_engine:
@@ -512,12 +510,12 @@ class TraceChecker:
         self.lifecycles.generate(event.request)
 
     def _end(self, event: events.End) -> None:
-        """Check that nothing is left open; the reader has checked what END says."""
+        """Check that no request or sequence is open; the reader has checked its fields."""
         del event
         self.lifecycles.end(len(self.state.sequences))
 
     def _lifecycle(self, event: Any) -> None:
-        """Check what a server says of a request; a sequence it names must be open."""
+        """Check the line of a server about a request, whose sequence must be open."""
         if event.event in TIERED or (
             self._tiers is None and getattr(event, "how", None) == "swap"
         ):
@@ -538,7 +536,7 @@ class TraceChecker:
             self._next = ("FREE", seq.id, "close")
 
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedPrompt:
-        """Check the first line of an admission: its hit must be what is cached."""
+        """Check the first line of an admission: it hits the cached part of the prompt."""
         prompt, resumed = self.state.prompt(event.request), bool(event.again)
         if self._evicting not in (None, prompt.id):
             self._refuse_victims()
@@ -554,7 +552,7 @@ class TraceChecker:
         return prompt
 
     def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
-        """Return how many blocks of an admission may hit: the least and the most."""
+        """Return the least and the most blocks of an admission that may hit."""
         limits = 0 if self._of_engine else prompt.limit, prompt.limit
         return self._returning.get(prompt.id, limits) if resumed else limits
 
@@ -576,7 +574,7 @@ class TraceChecker:
             violated(f"span {span.id} is not what sequence {seq} has up to block {end}")
 
     def _must_have_blocks(self, seq: TracedSequence, output: int) -> None:
-        """Check that `seq` has, or has dropped, a block for each token that must be cached."""
+        """Check that `seq` has, or has dropped, the blocks of its prompt and its output."""
         layout = self.state.layout
         need = layout.blocks_for(layout.tokens_of(seq.prompt, output) - seq.compacted)
         if seq.blocks < need:
@@ -586,7 +584,7 @@ class TraceChecker:
             )
 
     def _must_not_fit(self, prompt: TracedPrompt) -> None:
-        """Check that a request which a server rejects is empty, or too large for it.
+        """Check that a request that a server rejects is empty, or too large for it.
 
         By the wall clock a client may leave before its request is admitted.
         """
@@ -615,7 +613,7 @@ class TraceChecker:
         violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
 
     def _refuse_early(self, name: str) -> None:
-        # What a sequence that is swapped out leaves in a tier comes before it closes.
+        # The blocks that a swapped sequence leaves in a tier are stored before it closes.
         if name not in TIERED or self._tiers is None or not self._tiers.swaps:
             assert self._due is not None
             violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
@@ -625,13 +623,13 @@ class TraceChecker:
 
 
 def expires(eviction: str) -> bool:
-    """Return True if an eviction policy may expire spans; also if it is none of kvcore's."""
+    """Return True if an eviction policy may expire spans, or is not built in."""
     return _of_own("eviction", eviction, "expires_spans", otherwise=True)
 
 
 @cache
 def _of_own(kind: str, name: str, attribute: str, *, otherwise: bool = False) -> bool:
-    """Return an attribute of a built-in plugin's class; of another, `otherwise`."""
+    """Return an attribute of the class of a built-in plugin; `otherwise` for any other one."""
     try:
         return bool(getattr(default(kind, name), attribute))
     except KvcoreError:

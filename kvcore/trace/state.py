@@ -1,7 +1,7 @@
 """The state of a traced cache at any moment, rebuilt from its events.
 
-The events are trusted: a trace whose digest is right is what a cache did. That it *could*
-have been done, whatever the file says of itself, is for `kvcore.trace.check`.
+The events are trusted: a trace with the right digest records a real run. `kvcore.trace.check`
+checks that the events are possible, whatever the digest is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvcore.trace.layout import TracedPrompt, TraceLayout
 from kvcore.trace.tiers import TracedTiers
 
 MOST_BLOCKS = 1 << 24
-"""Blocks in use at once, of which each takes 4 bytes here."""
+"""Largest number of blocks in use at once; each takes 4 bytes here."""
 
 MOST_COPIES = 1 << 18
-"""Blocks in the tables of open forks, of which each takes about 100 bytes."""
+"""Largest number of blocks in the tables of open forks; each takes about 100 bytes."""
 
 WORK, WORK_OF_LINE = 1 << 25, 1 << 10
-"""Steps, each some 50 ns, that a trace may take at all, and more for each of its lines."""
+"""Largest number of steps, each some 50 ns: for a whole trace, and more for each line."""
 
 
 APPLIED = (
@@ -38,7 +38,7 @@ APPLIED = (
 """Events that change the cache; each is applied by the method of its name."""
 
 TIERED = ("RECOVER", "OFFLOAD", "LOAD_START", "LOAD", "DROP")
-"""Events of the tiers below the pool; where HEADER has some, each changes what is in them."""
+"""Events that change the tiers below the pool, where HEADER has some."""
 
 
 @attrs.define(eq=False)
@@ -46,12 +46,12 @@ class TracedSpan:
     """A run of cached blocks: the ids of the positions from `start` on.
 
     Attributes:
-        keys: of the whole prompt that stored the span.
-        pins: sequences that hold it.
+        keys: keys of the whole prompt that stored the span.
+        pins: number of sequences that hold it.
         creator: the sequence that may still append to it; None: no sequence may.
         last_access: time in ns of its last hit, or when it was stored.
-        hits: how often other requests hit it.
-        children: spans that continue it.
+        hits: number of hits by other requests.
+        children: number of spans that continue it.
     """
 
     id: int
@@ -76,13 +76,13 @@ class TracedSequence:
     """An open sequence: the deepest span it holds, and its private blocks after that.
 
     Attributes:
-        hit: how many blocks of its prompt hit.
+        hit: number of blocks of its prompt that hit.
         resumed: whether a preempted request was admitted again.
         holes: the blocks it has dropped, as positions `[first, end)` in its table.
-        freed: how many of them were private.
-        compacted: tokens that are gone since its last compaction, or a hole before it; `kept`,
-            those that it left.
-        copies: entries of its table that a fork has copied from another sequence's.
+        freed: number of dropped blocks that were private.
+        compacted: number of tokens that its compactions, and holes before them, have removed.
+        kept: number of tokens that its last compaction has kept.
+        copies: number of entries that its table, that of a fork, has from another one.
     """
 
     id: int
@@ -109,7 +109,7 @@ class TracedSequence:
 
     @property
     def forgotten(self) -> list[tuple[int, int]]:
-        """The blocks it has dropped, as its closing FREE has them: (first, count)."""
+        """The blocks that it has dropped, as (first, count), the form of its closing FREE."""
         return [(first, end - first) for first, end in self.holes]
 
     def table(self) -> Ids:
@@ -122,7 +122,7 @@ class TracedSequence:
         return table + self.private
 
     def private_slice(self, first: int, end: int) -> slice:
-        """Return where the private ones among the blocks `[first, end)` are in `private`."""
+        """Return the places in `private` of the private blocks among `[first, end)`."""
         start = max(first, self.span.end)
         # Positions that were dropped before have no entry in `private` any more.
         dropped = sum(
@@ -167,7 +167,7 @@ class Hits:
             self.ratios += hit / lookup
 
     def add(self, other: Hits) -> None:
-        """Add what another cache has counted."""
+        """Add the counts of another cache."""
         for name in attrs.fields_dict(Hits):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -188,17 +188,17 @@ class Hits:
 class CacheState:
     """Pool, spans, block tables and pins of a traced cache.
 
-    A few bytes of a trace can name billions of blocks, or the same ones again and again. So
-    there are limits, which no run of a server comes near: blocks in use, blocks that a line
-    names, blocks in forks, and work, which grows with the lines.
+    A few bytes of a trace can name billions of blocks, or the same blocks again and again.
+    Limits, which no run of a server comes near, bound the blocks in use, in a line and in
+    forks, and the work for each line.
 
     Attributes:
-        header, layout: the first line, and how it lays prompts out.
-        spans, sequences: those cached and those open, by id.
+        header, layout: the first line, and the layout of prompts in blocks.
+        spans, sequences: the cached spans and the open sequences, by id.
         requests: the prompts of all requests so far, by id.
-        cached, private: blocks in spans, and blocks that only open sequences hold.
-        hits: what the admissions so far looked up and hit.
-        tiers: what lies below the pool; None: HEADER has no tiers.
+        cached, private: number of blocks in spans, and of blocks in sequences alone.
+        hits: lookups and hits of the admissions so far.
+        tiers: the tiers below the pool; None: HEADER has no tiers.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -228,14 +228,15 @@ class CacheState:
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of free blocks."""
         return self.header.blocks - self.cached - self.private
 
     def apply(self, event: events.Event) -> None:
         """Apply the next event after HEADER. O(spans touched), and its blocks in C.
 
         Raises:
-            ViolationError: it names what is not there, or the trace is beyond a limit.
+            ViolationError: it names a span, sequence or request that there is not, or the trace
+                is beyond a limit.
         """
         if self._work > self._most_work:
             self._most_work = WORK + WORK_OF_LINE * event.n
@@ -253,7 +254,7 @@ class CacheState:
         """Return the span of that id.
 
         Raises:
-            ViolationError: none is cached.
+            ViolationError: there is no such span.
         """
         span = self.spans.get(serial)
         return span or violated(f"no span {serial} is cached")
@@ -262,7 +263,7 @@ class CacheState:
         """Return the sequence of that id.
 
         Raises:
-            ViolationError: none is open.
+            ViolationError: there is no such sequence.
         """
         seq = self.sequences.get(serial)
         return seq or violated(f"no sequence {serial} is open")
@@ -288,11 +289,11 @@ class CacheState:
         return copies
 
     def count_work(self, steps: int) -> None:
-        """Count steps that a line takes; beyond a limit that grows with the lines it ends."""
+        """Add to the steps of the trace, whose limit `apply` checks."""
         self._work += steps
 
     def own_blocks(self, seq: TracedSequence) -> Ids:
-        """Return the private blocks of `seq` that no fork of it has too."""
+        """Return the private blocks of `seq` that it shares with no fork."""
         if not self._copies:
             return seq.private
         family = [
@@ -305,7 +306,7 @@ class CacheState:
         return array("i", [block for block in seq.private if block not in shared])
 
     def ids(self, runs: list[tuple[int, int]]) -> Ids:
-        """Return the block ids that runs stand for, not to be changed.
+        """Return the block ids of runs, an array that is not to be changed.
 
         Raises:
             ViolationError: a run is empty, could be longer, or leaves the pool; or the runs
@@ -328,7 +329,7 @@ class CacheState:
         self._pin(self._admit(event, event.blocks), event.span, event.t)
 
     def _pin(self, seq: TracedSequence, span_id: int, now: int) -> None:
-        """Make `seq` hold the path down to a span: a hit of a first admission alone."""
+        """Pin the path down to a span for `seq`; a first admission counts as a hit of it."""
         seq.span = self.span(span_id)
         for span in path(seq.span):
             self._work += 1
@@ -338,7 +339,7 @@ class CacheState:
             span.hits += not seq.resumed
 
     def _prefetch(self, event: events.Prefetch) -> None:
-        # Its path has the name of the request, which has no other one yet.
+        # The path has the id of a request that is yet to arrive.
         end = len(event.keys) * self.layout.ratio
         prompt = self.requests[event.request] = TracedPrompt(
             event.request, 0, event.keys, end, end, 0, end, unkeyed=False, share=None
@@ -377,7 +378,7 @@ class CacheState:
         self.sequence(event.seq).private.extend(self._taken(event.runs))
 
     def _taken(self, runs: list[tuple[int, int]]) -> Ids:
-        """Return the blocks that a sequence gets for itself."""
+        """Return the ids of new private blocks, and count them."""
         ids = self.ids(runs)
         self.private += len(ids)
         if self.private + self.cached > MOST_BLOCKS:
@@ -454,7 +455,7 @@ class CacheState:
         self.private -= freed
         seq.private = own[: len(own) - freed] + self._taken(event.new or [])
         self._unpin(seq)
-        # What it had forgotten before has no place in the new table either.
+        # Blocks that it had dropped before have no place in the new table either.
         forgotten = sum(end - first for first, end in seq.holes) * self.layout.block_size
         seq.compacted += event.held - event.tokens + forgotten
         seq.span, seq.holes, seq.freed = self._root, (), 0
@@ -479,7 +480,7 @@ class CacheState:
         prompt.cacheable = len(prompt.keys)
 
     def _recover(self, tiers: TracedTiers, event: events.Recover) -> None:
-        # Its path has a name, as if a request had it.
+        # The path has a name in place of the id of a request.
         if event.request in self.requests:
             violated(f"{event.request!r} is the name of another path")
         end = event.first + event.blocks
@@ -515,5 +516,5 @@ class CacheState:
 
 
 def run_blocks(runs: list[tuple[int, int]]) -> int:
-    """Return how many blocks runs stand for."""
+    """Return the number of blocks in runs."""
     return sum(abs(count) for _, count in runs)

@@ -2,13 +2,13 @@
 
 Between two lines of the pool stand those of tiers, in the order in which they happen:
 
-    EVICT of the pool, COMMIT, HIT        why blocks go down: by the rule `write` of a tier
-    DROP capacity, OFFLOAD                who makes room, and for what
-    PREEMPT swap, OFFLOAD parked, FREE    a sequence rests in a tier
-    LOAD_START after an admission,        what comes up
+    EVICT of the pool, COMMIT, HIT        the reason that blocks go down, by `write` of a tier
+    DROP capacity, OFFLOAD                blocks that make room, and blocks that need it
+    PREEMPT swap, OFFLOAD parked, FREE    a sequence that rests in a tier
+    LOAD_START after an admission,        blocks that come up
     LOAD, its DROP lines, COMMIT
 
-What is in a tier follows from OFFLOAD and DROP alone, and `done` from the queue of its link.
+The blocks in a tier follow from OFFLOAD and DROP alone, and `done` from the queue of its link.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvcore.trace.state import CacheState, TracedSequence
 from kvcore.trace.tiers import TracedTier, TracedTiers
 
 LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
-"""Lines between a load and the last commit of what it has loaded."""
+"""Events between a load and the last commit of the loaded blocks."""
 
 FAULTS = ("corrupt", "gone", "failed")
-"""Reasons of DROP that only a run which moves bytes has."""
+"""Reasons of DROP that only a run on tensors has, which moves bytes."""
 
 
 class TierChecker:
-    """Checks the lines of tiers, and what the lines of the pool owe to them."""
+    """Checks the lines of tiers, and the lines of the pool that must come before or after."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class TierChecker:
         shares: bool,
         expires: Callable[[str], bool],
     ) -> None:
-        """Store what the check of the pool knows.
+        """Store the accounts of the check of the pool.
 
         Args:
             state: the pool.
-            tiers: what is below it.
+            tiers: the tiers below it.
             cached: the keys in the pool.
-            lifecycles: of the requests.
-            shares: whether what is computed is surely stored in the pool.
-            expires: tells whether the eviction policy of that name expires spans.
+            lifecycles: the life cycles of the requests.
+            shares: whether the pool is sure to store computed blocks.
+            expires: returns whether the eviction policy of that name may expire spans.
         """
         self._state, self._tiers, self._cached = state, tiers, cached
         self._lifecycles, self._shares = lifecycles, shares
@@ -67,28 +67,28 @@ class TierChecker:
         self._ratio = state.layout.ratio
         self._rule = next(iter(tiers.levels.values())).record.options.get("write")
         self._by_hits = type(self._rule) is int
-        # What the pool evicted or committed in the line before: keys, and up to which block.
+        # The blocks that the line before evicted or committed: keys, and the end of the blocks.
         self._leaving: tuple[list[Any], int] | None = None
         self._kept: tuple[list[Any], int] | None = None
-        # The preempted sequence that is to be parked, whether it is, and where what it shares
-        # is by now; the sequence just admitted, and the one of which some loads have come.
+        # The preempted sequence that is to be parked, whether it is, and the tier of its shared
+        # blocks; the sequence that was just admitted, and the one with some of its loads done.
         self._swapped: events.Preempt | None = None
         self._parked = False
         self._rests: TracedTier | None = None
         self._admitted = self._arriving = -1
-        # Up to which block what has come of it is whole.
+        # The end of its loaded blocks before the first that is missing.
         self._come = 0
-        # What was loaded last: its tier, keys, and up to which block.
+        # The last load: its tier, keys, and the end of its blocks.
         self._loaded: tuple[TracedTier, list[Any], int] | None = None
-        # The sequence that must commit what it has loaded, and up to which block.
+        # The sequence that must commit loaded blocks, and their end.
         self._owed: tuple[int, int] | None = None
         # Whether a call begins with this line.
         self._begins = False
-        # Sequences that load ahead of a request, and up to which block they have loaded; when
-        # each request was announced so.
+        # Sequences that load ahead of a request, and the end of their loaded blocks; the times
+        # at which requests were announced so.
         self._ahead: dict[int, int] = {}
         self._announced: dict[int | str, int] = {}
-        # Tiers that dropped blocks to make room which nothing has taken yet.
+        # Tiers that dropped blocks for others that are yet to come.
         self._short: set[str] = set()
         # Tiers that evict blocks which were written farther down just before; tiers in which
         # blocks were stored in this call; and whether they go down for a load to come.
@@ -97,7 +97,7 @@ class TierChecker:
         self._load_due = False
         # Whether RECOVER lines may come: nothing else has.
         self._starts = True
-        # Whether a HIT must follow at the same time, and of which request, if that is known.
+        # Whether a HIT must follow at the same time, and its request, if that is known.
         self._hit_due = False
         self._hit_by: int | str | None = None
         self._checks: dict[str, Callable[[Any], None]] = {
@@ -154,7 +154,7 @@ class TierChecker:
             violated(f"sequence {seq} waits for what it loads")
         self._stored.clear()
         self._swapped = self._leaving = self._loaded = None
-        # Blocks of a commit may have other owners, since a fork: these come before it is told.
+        # Blocks of a commit may have other owners, by a fork, whose lines come before OFFLOAD.
         if name not in ("COMMIT", "SPLIT", "FREE"):
             self._kept = None
         if name in ("HIT", "MISS", "PREFETCH"):
@@ -211,7 +211,7 @@ class TierChecker:
         return self._ahead.pop(seq, None) is not None
 
     def _must_be_settled(self, event: Any) -> None:
-        """Check that what lines of tiers led to has come before this line of the pool."""
+        """Check that all lines that the lines of tiers call for have come."""
         if self._short:
             violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
         if self._leaves:
@@ -243,7 +243,7 @@ class TierChecker:
                 violated(f"request {request!r} has parked blocks in {tier.name!r} still")
 
     def _must_be_recovered(self) -> None:
-        """Check that RECOVER lines cover what an earlier run has left."""
+        """Check that RECOVER lines name as many blocks as HEADER."""
         self._starts = False
         for name, tier in self._tiers.levels.items():
             if tier.recovered != tier.record.recovered:
@@ -267,7 +267,7 @@ class TierChecker:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         end = event.first + event.blocks
         source = event.source or None
-        # What is swapped out comes from the pool, wherever it goes, all of it to one tier.
+        # Swapped blocks come from the pool, whatever the tier, and all go to the same one.
         swaps = self.swaps and source is None and self._rests in (None, tier)
         if (source != tier.above or (event.parked and source)) and not swaps:
             place = repr(tier.above) if tier.above else "the pool"
@@ -293,7 +293,7 @@ class TierChecker:
         self._must_be_done(event, tier, write=True)
 
     def _must_be_in_pool(self, event: events.Offload, prompt: TracedPrompt, end: int) -> None:
-        """Check that blocks are in the pool, or leave it just now, and go by the rule."""
+        """Check that blocks are in the pool, or have just left it, and go down by the rule."""
         keys, last = prompt.keys, (end - 1) // self._ratio
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
@@ -402,7 +402,7 @@ class TierChecker:
         done = max(each.done for each in waiting)
         if self._exact and event.t < done:
             violated(f"what sequence {event.seq} loads is there at {done} ns")
-        # After a part that is not whole, what comes is of no use.
+        # Blocks after a part that is not whole are of no use.
         whole = self._arriving == -1 or self._come == start.first
         most = start.blocks if whole else 0
         if event.blocks > most or (event.blocks < most and not self._moves_bytes):
@@ -446,7 +446,7 @@ class TierChecker:
             self._leaves.discard(tier.name)
 
     def _must_be_loaded(self, tier: TracedTier, prompt: TracedPrompt, end: int) -> None:
-        """Check that blocks were loaded just before from a tier that does not keep them."""
+        """Check that a tier that keeps no loaded blocks has just loaded these."""
         loaded, last = self._loaded, (end - 1) // self._ratio
         exclusive = tier.record.options.get("keep") == "exclusive"
         if self._begins or loaded is None or loaded[0] is not tier or not exclusive:
@@ -457,7 +457,7 @@ class TierChecker:
     def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
         """Check that no transfer and no parked sequence needs a block of a prompt.
 
-        Of what is parked that is what the sequence shares: the rest has slots of its own.
+        A parked sequence needs its shared blocks: the others have slots of their own.
         """
         at = first // self._ratio
         needed = [
@@ -476,13 +476,13 @@ class TierChecker:
     def _must_be_done(
         self, event: events.Offload | events.LoadStart, tier: TracedTier, *, write: bool
     ) -> None:
-        """Check when a transfer is done: in its turn, by the bandwidth of its direction."""
+        """Check the end of a transfer, by its place in the queue and its bandwidth."""
         done = tier.done_at(event.blocks, event.t, write=write)
         if event.done != done if self._exact else event.done < event.t:
             violated(f"by the link of tier {tier.name!r} it is done at {done} ns")
 
 
 def _max_wait(tier: TracedTier) -> int:
-    """Return the ns that a write may wait for its turn."""
+    """Return the ns that a store may wait in the queue."""
     wait = tier.record.options.get("max_wait")
     return round(wait * 10**9) if type(wait) in (int, float) else 0  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The tiers of a traced run: the content of each, rebuilt from the lines alone."""
+"""The tiers of a traced run: their blocks and links, rebuilt from the lines alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvcore.trace.layout import TracedPrompt
 from kvcore.units import NS_PER_S
 
 MOST_KEYS = 1 << 23
-"""Keys of blocks in all tiers together, of which each takes some 200 bytes here."""
+"""Largest number of keys in all tiers together; each takes some 200 bytes here."""
 
 
 class TierDirectory:
-    """The blocks in a tier, as how many there are of every key; no block without those before.
+    """Number of blocks of each key in a tier, where no block lies without those before it.
 
-    A prompt's share is a bisection over its keys, which are chained. A key also has the number
-    of keys stored after it: a block that others continue cannot leave.
+    The blocks of a prompt are found by a bisection over its keys, which are chained. The number
+    of stored keys that continue a key is kept as well: a block that others continue stays.
     """
 
     def __init__(self, ratio: int) -> None:
@@ -30,11 +30,11 @@ class TierDirectory:
         self._next: dict[Any, int] = {}
 
     def __len__(self) -> int:
-        """Return how many keys have blocks here."""
+        """Return the number of keys with blocks in the tier."""
         return len(self._blocks)
 
     def match(self, keys: list[Any]) -> int:
-        """Return how many blocks of a prompt are here, from the first on. O(log keys)."""
+        """Return the number of blocks of a prompt in the tier, from the first. O(log keys)."""
         blocks = self._blocks
         missing = bisect_left(keys, 1, key=lambda key: key not in blocks)
         return (missing - 1) * self._ratio + blocks[keys[missing - 1]] if missing else 0
@@ -43,7 +43,7 @@ class TierDirectory:
         """Add the blocks `[first, end)` of a prompt. O(keys of them).
 
         Raises:
-            ViolationError: they do not continue exactly what is here.
+            ViolationError: they do not continue the stored blocks of the prompt.
         """
         ratio, here = self._ratio, self.match(keys)
         if here != first:
@@ -57,10 +57,10 @@ class TierDirectory:
         self._blocks[keys[high]] = end - high * ratio
 
     def remove(self, keys: list[Any], first: int, end: int) -> None:
-        """Remove the blocks `[first, end)` of a prompt, which nothing may continue.
+        """Remove the blocks `[first, end)` of a prompt, which no stored block may continue.
 
         Raises:
-            ViolationError: they are not there, or are not the end of what is.
+            ViolationError: they are not stored, or others continue them.
         """
         ratio, blocks, after = self._ratio, self._blocks, self._next
         low, high = first // ratio, (end - 1) // ratio
@@ -87,19 +87,20 @@ class TracedTier:
     """A tier after the lines so far.
 
     Attributes:
-        record: what the header says of it.
+        record: its fields in HEADER.
         above: the tier from which blocks come down; None: the pool.
-        read, write: bytes a second of its link each way; `latency` is in ns.
-        directory: what can be found in it.
+        read, write: bandwidth of its link in bytes a second, for loads and for stores.
+        latency: latency of its link in ns.
+        directory: the blocks that requests can find in it.
         untimed: whether the run had no clock, so that every transfer was done at once.
         parked: the blocks `[first, end)` of preempted sequences, by request.
         used: slots in use.
-        free_at: when (ns) all that is queued on its link has passed.
-        recovered: blocks that were in it from the start.
-        stored, loads, loaded: blocks written into it; loads from it that are done, and their
-            blocks.
-        dropped: blocks that left it, by reason.
-        read_bytes, written_bytes, busy_ns: what went over its link, and how long it took.
+        free_at: time in ns at which the queue of its link is empty.
+        recovered: number of blocks that were in it from the start.
+        stored, loads, loaded: number of blocks stored in it, of finished loads from it, and of
+            their blocks.
+        dropped: number of blocks that left it, by reason.
+        read_bytes, written_bytes, busy_ns: bytes that its link carried, and ns that it took.
     """
 
     record: events.TierRecord
@@ -132,7 +133,7 @@ class TracedTier:
         return sum(end - first for first, end in self.parked.values())
 
     def load_ns(self, blocks: int, now: int) -> int | None:
-        """Return the ns from `now` until blocks would be loaded; None: nothing is from here.
+        """Return the ns from `now` until blocks would be loaded; None: the tier loads none.
 
         Without a clock no transfer waits for another.
         """
@@ -142,7 +143,7 @@ class TracedTier:
         return wait + self._held(blocks, write=False) + self.latency
 
     def done_at(self, blocks: int, now: int, *, write: bool) -> int:
-        """Return when (ns) blocks could be used that are put on the link at `now`."""
+        """Return the time in ns at which blocks are usable that join the queue at `now`."""
         if self.untimed:
             return now
         return max(self.free_at, now) + self._held(blocks, write=write) + self.latency
@@ -159,12 +160,12 @@ class TracedTier:
             self.read_bytes += size
 
     def _held(self, blocks: int, *, write: bool) -> int:
-        """Return the ns for which blocks hold the link."""
+        """Return the ns that the link takes for blocks."""
         size = blocks * self.record.slot_bytes
         return -(-size * NS_PER_S // (self.write if write else self.read))
 
     def as_dict(self, loading: int) -> dict[str, Any]:
-        """Return what lies in it and what moved as JSON; `loading` blocks are on their way."""
+        """Return its counts for JSON; `loading` blocks are on their way from it."""
         return {
             "tier": self.name,
             "slots": self.record.slots,
@@ -183,18 +184,18 @@ class TracedTier:
 
 
 class TracedTiers:
-    """All tiers of a trace, nearest first by name, and what is on its way from them.
+    """All tiers of a trace, nearest first by name, and the loads from them.
 
     Attributes:
         levels: the tiers by name.
-        loads: the LOAD_START lines that no LOAD has followed yet, by sequence.
+        loads: the LOAD_START lines without a LOAD so far, by sequence.
     """
 
     def __init__(self, header: events.Header, ratio: int) -> None:
         """Start with the empty tiers that HEADER gives; a key stands for `ratio` blocks.
 
         Raises:
-            ValueError: what it says of one cannot be.
+            ValueError: a tier of HEADER cannot be.
         """
         self.levels: dict[str, TracedTier] = {}
         self.loads: dict[int, list[events.LoadStart]] = {}
@@ -229,7 +230,7 @@ class TracedTiers:
         return parts
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """Return what lies in each tier and what moved, nearest first, as JSON has it."""
+        """Return the counts of each tier, nearest first, for JSON."""
         loading = dict.fromkeys(self.levels, 0)
         for starts in self.loads.values():
             for start in starts:

@@ -1,4 +1,4 @@
-"""The trace writer: one line of JSON a decision, to a file that is whole or not there."""
+"""The trace writer: a line of JSON for each decision, in a file that is whole or absent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN_FIELDS = 8
-"""Fields of REQUEST that every request has. They can be rendered if its id can."""
+"""Number of fields that every REQUEST has, all of which JSON can hold if it can hold the id."""
 
 
 class JsonRecorder(Recorder):
@@ -76,25 +76,25 @@ class JsonRecorder(Recorder):
 class Trace(SealedWriter, JsonRecorder):
     """Writes the decisions of one cache to a JSONL file, `.gz` and `.zst` by name.
 
-    Give it to one `KVCache`, which begins it, and close it when the run is over, best by
+    Pass it to one `KVCache`, which begins it, and close it when the run is over, best by
     a `with` block: only then the file appears under its name. A run that ends in an
-    exception leaves nothing; a process that is killed leaves `<path>.part`, readable up
-    to where it was cut. Equal runs give equal bytes: there is no wall-clock time in it.
+    exception leaves no file; a process that is killed leaves `<path>.part`, readable up
+    to the cut. Equal runs write equal bytes, since no line has a wall-clock time.
 
     Args:
-        file: a path, or a binary file object (written to as it is, and left open).
-        mode: whose clock the times are of: `untimed`, `model` or `wall`.
-        workload: where the requests come from; or its name, digest and options; or None.
-        seed: what random choices of the run are drawn from.
-        extras: more of the header: `model`, `device`, `recompute`, or any other field of
-            `describe`, which a run calls to add the rest.
+        file: path, or a binary file object, which is written to as it is and left open.
+        mode: clock of the times: `untimed`, `model` or `wall`.
+        workload: the workload of the run; or its name, digest and options; or None.
+        seed: seed of the random choices of the run.
+        extras: more fields of the header: `model`, `device`, `recompute`, or any other field
+            of `describe`, by which a run adds further ones.
 
     Attributes:
-        write: writes one line, of which the trace sets the number `n`: the methods of
-            `Recorder` make them, as `trace.free(now, seq=1, runs=ids, reason="close")`.
-            Costs 0.7 µs, most of it once there are some lines, which are rendered at once.
-            Look it up for every line: it changes with the first.
-        batch_lines: how many lines are rendered at once, at most. A class may have its own.
+        write: writes one line, and sets its number `n`. The methods of `Recorder` make lines,
+            as `trace.free(now, seq=1, runs=ids, reason="close")`. Costs 0.7 µs a line, most of
+            it when a batch of lines is rendered. Look it up for every line, since the first
+            line changes it.
+        batch_lines: largest number of lines that are rendered at once; a class may set its own.
 
     Raises:
         InputError: the file cannot be opened, an unknown mode or header field.
@@ -113,7 +113,7 @@ class Trace(SealedWriter, JsonRecorder):
         seed: int | None = None,
         **extras: Any,
     ) -> None:
-        """Open the file. Nothing is written before the first line."""
+        """Open the file. HEADER is written with the first line."""
         self._run: dict[str, Any] = {"mode": "untimed", "workload": None, "seed": None}
         self._cache: dict[str, Any] = {}
         self._plugins: dict[str, Any] = {}
@@ -135,13 +135,13 @@ class Trace(SealedWriter, JsonRecorder):
         blocks: int,
         plugins: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Store what the cache is.
+        """Store the fields of HEADER that describe the cache.
 
-        HEADER is written just before the first other line, or by `close`: until then
-        `describe` can add to it.
+        HEADER is written just before the first other line, or by `close`; until then
+        `describe` adds to it.
 
         Raises:
-            InputError: a second cache wants to write.
+            InputError: the trace has begun with another cache.
         """
         if self._cache:
             msg = f"the trace {self.name} has begun: every cache needs a Trace of its own"
@@ -165,21 +165,21 @@ class Trace(SealedWriter, JsonRecorder):
         key_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        """Add to HEADER what the run is, before the first line is written.
+        """Add fields of the run to HEADER, before the first line is written.
 
         Args:
-            mode: whose clock the times are of, from now on; None: as before.
-            workload: as for the trace itself; that of the trace stays if it was given one.
-            seed: as for the trace itself; that of the trace stays if it was given one.
+            mode: clock of the times; None: that of the trace stays.
+            workload: workload of the run, unless the trace was made with one.
+            seed: seed of the run, unless the trace was made with one.
             plugins: more plugins by kind, each with name and options.
-            key_tokens: tokens a block key stands for, in place of what `begin` said.
-            fields: other header fields, which replace those given before: `batching` (the
-                loop's caps), `latency` (its coefficients), `rate_scale`, `executor`, `slo`,
-                and as for the trace itself.
+            key_tokens: tokens of a block key; None: those given to `begin`.
+            fields: other header fields, which replace earlier ones: `batching` (the caps of a
+                step), `latency` (the coefficients), `rate_scale`, `executor`, `slo`, and the
+                `extras` of the trace.
 
         Raises:
-            InputError: the header is written, an unknown mode or field, or a value that is
-                not of the field's kind. Nothing has changed.
+            InputError: HEADER is written, an unknown mode or field, or a value that the field
+                cannot have. Nothing has changed.
         """
         if self._logger is not None:
             msg = (
@@ -223,7 +223,7 @@ class Trace(SealedWriter, JsonRecorder):
         line = {"n": 0, "t": now, "event": "REQUEST", **request_fields(request)}
         name = request.id
         if len(line) > _PLAIN_FIELDS or type(name) is not int or not 0 <= name < INT64_LIMIT:
-            # In a batch it would be too late to say whose line cannot be rendered.
+            # An error in a batch would not name the line that cannot be rendered or read.
             raw = _render(f"request {name!r}", line)
             from kvcore.trace.events import decode  # noqa: PLC0415  (imports msgspec)
 
@@ -235,9 +235,9 @@ class Trace(SealedWriter, JsonRecorder):
         return line
 
     def flush(self) -> None:
-        """Write all that is held back, so that a process killed later leaves it readable.
+        """Write all buffered lines, which stay readable if the process is killed later.
 
-        Costs a compressed file some bytes.
+        Each call makes a compressed file some bytes longer.
         """
         if self._logger is not None:
             self._logger.flush()
@@ -252,7 +252,7 @@ class Trace(SealedWriter, JsonRecorder):
         self.write(line)
 
     def _write_header(self) -> TraceLogger:
-        """Return the logger, which has written HEADER."""
+        """Return the logger; write HEADER if it is not written."""
         if self._logger is None:
             from kvcore.trace._logger import bind_logger  # noqa: PLC0415  (imports structlog)
 
@@ -301,7 +301,7 @@ class Trace(SealedWriter, JsonRecorder):
 
 
 def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return optional header fields as JSON has them, which readers must take."""
+    """Return optional header fields for JSON, if readers accept them."""
     if not fields:
         return {}
     from kvcore.trace.events import Header, describe_fields  # noqa: PLC0415  (imports msgspec)

@@ -20,7 +20,7 @@ from kvcore.request import Key, KeyPrefix, Request
 from kvcore.workloads.files import file_digest
 
 CHECKED_REQUESTS = 4_000
-"""Requests at the start of each run whose keys are checked; costs some 50 ns a key."""
+"""Number of requests, the first of each run, whose keys are checked: some 50 ns a key."""
 
 
 class Workload(Plugin):
@@ -35,7 +35,7 @@ class Workload(Plugin):
 
     Attributes:
         line_fields: for each kind of first line that its files may have, the field names of
-            the JSON object, or the columns of a CSV header, by which it is told.
+            the JSON object, or the columns of a CSV header, that identify it.
     """
 
     kind: ClassVar[str] = "workload"
@@ -64,7 +64,7 @@ class Workload(Plugin):
     @property
     @abstractmethod
     def key_tokens(self) -> int:
-        """Tokens a block key of this workload stands for.
+        """Number of tokens of a block key of this workload.
 
         A class attribute will do. An option of this name needs a class in slots, as
         `@attrs.define(eq=False)` makes it: an instance attribute cannot override a property.
@@ -74,8 +74,8 @@ class Workload(Plugin):
     def digest(self) -> str:
         """A hex digest of all that determines the requests.
 
-        Here: of the name and the options, where the path of a file stands for its bytes.
-        Override it if something else matters, or not all of that does.
+        Here: of the name and the options, with the bytes of a file in place of its path.
+        Override it where the requests depend on more, or on less.
         """
         options: dict[str, Any] = {
             name: file_digest(value) if isinstance(value, Path) else value
@@ -99,7 +99,7 @@ class Workload(Plugin):
     def notes(self) -> Sequence[str]:
         """Remarks about the requests read last, such as rows left out.
 
-        Each note is one sentence part without a stop. Here: nothing.
+        Each note is part of a sentence, without a full stop. Here: no notes.
         """
         return ()
 
@@ -107,8 +107,8 @@ class Workload(Plugin):
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.
 
-        The line is whole, decompressed, and the first that is not blank; of a JSON array it
-        is the first element. Here: it is a JSON object with all of some `line_fields`.
+        The line is the first whole, decompressed line that is not blank; of a JSON array, its
+        first element. Here: True if it is a JSON object with all names of one `line_fields`.
         """
         found = json_fields(first_line)
         return any(found >= set(wanted) for wanted in cls.line_fields)
@@ -122,7 +122,7 @@ class Workload(Plugin):
 def _guarded(
     method: Callable[[Workload], Iterator[Request]],
 ) -> Callable[[Workload], Iterator[Request]]:
-    """Return `method`, an `__iter__`, whose failures and wrong items are PolicyErrors."""
+    """Wrap an `__iter__` so that its failures and wrong items raise PolicyError."""
 
     @wraps(method)
     def requests(workload: Workload) -> Iterator[Request]:
@@ -139,7 +139,7 @@ def _guarded(
         if request is None and workload._has_yielded:  # noqa: SLF001 - a method in the end
             why = "nothing, the second time: it must begin anew whenever it is called"
             raise wrong_answer(workload, "__iter__()", why)
-        # Also where the class is frozen.
+        # Works for frozen classes too.
         object.__setattr__(workload, "_has_yielded", request is not None)
 
     return requests
@@ -163,7 +163,7 @@ class _GuardedProperty(property):
 
 
 def _is_of_request(error: Exception) -> bool:
-    """Return True if a Request could not be made: a row that the workload should refuse."""
+    """Return True if `Request` raised the error, for a row that the workload should refuse."""
     *_, (frame, _) = walk_tb(error.__traceback__)
     module: str = frame.f_globals["__name__"]
     return module == Request.__module__
@@ -185,9 +185,9 @@ def json_fields(line: bytes) -> set[str]:
 
 
 def checked(workload: Workload) -> Iterator[Request]:
-    """Yield the requests of `workload`, checking what the contract promises of them.
+    """Yield the requests of `workload`, and check them against the contract.
 
-    Memory grows with the distinct keys and ids; cost is one dict look-up a key.
+    Memory grows with the distinct keys and ids. Costs one dict look-up for each key.
 
     Raises:
         InputError: an arrival is earlier than the one before it, an id occurs twice, or a
@@ -217,7 +217,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     of those.
 
     Raises:
-        InputError: a key follows another one than before: it does not mean a prefix.
+        InputError: a key has two parents, so that it does not identify a prefix.
     """
     requests = iter(workload)
     if isinstance(workload, Ticked):
@@ -225,7 +225,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     root: Hashable = object()
     checked_requests = None if every else CHECKED_REQUESTS
     parents: dict[Key, Hashable] = {}
-    # Of paths that several requests share, by identity, how far they were checked.
+    # For paths that several requests share, by identity, the number of checked keys.
     checked_paths: dict[int, tuple[object, int]] = {}
     for number, request in enumerate(islice(requests, checked_requests), 1):
         if not isinstance(request, Request):
@@ -240,7 +240,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
             if done:
                 keys, last = keys.view[done:].tolist(), keys[done - 1]
         before = [last, *keys[:-1]]
-        # In C, since this is part of every run: a key keeps the parent that it had first.
+        # In C, since every run does it: a key keeps its first parent.
         try:
             known = list(map(parents.setdefault, keys, before))
         except TypeError as error:
@@ -272,7 +272,7 @@ _UNCHAINED = (
 
 
 def _place(workload: Iterable[Request], request: Request, number: int) -> str:
-    """Return which request it is, of which workload and file."""
+    """Return the place of a request for a message: its workload, file, id and number."""
     where = "requests"
     if isinstance(workload, Workload):
         paths = (path for path in workload.options().values() if isinstance(path, Path))

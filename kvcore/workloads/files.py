@@ -27,7 +27,7 @@ from kvcore.files import (
 )
 
 EXPANSION = 64
-"""Bytes that a compressed byte of a workload may expand to, past the first 16 MiB."""
+"""Largest number of bytes that a compressed byte expands to, past the first 16 MiB."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
 _BETWEEN = re.compile(r"[\s,]*")
@@ -35,7 +35,7 @@ _HEAD_BYTES = 1 << 10
 
 
 def first_json(path: Path) -> Any:
-    """Return the JSON value of the first line of a file; None if it is no JSON.
+    """Return the JSON value of the first line of a file; None if it is not JSON.
 
     Raises:
         InputError: as `lines` does.
@@ -48,9 +48,9 @@ def first_json(path: Path) -> Any:
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
 
-    Of a file that is a JSON array of objects, the elements are its lines.
-    Plain, gzip and zstd files are told apart by their first bytes; a UTF-8 byte order mark
-    is skipped. Memory: one line and a buffer.
+    The lines of a JSON array of objects are its elements. Plain, gzip and zstd files are
+    recognised by their first bytes; a UTF-8 byte order mark is skipped. Memory: one line and
+    a buffer.
 
     Raises:
         InputError: the file cannot be read, has no line, one that is too large, or its
@@ -133,7 +133,7 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
             continue
         rest = [text[begin:]]
         size = len(rest[0])
-        # As much again as there is: the work stays linear in the length of an element.
+        # Twice as long each time, so that the work is linear in the length of an element.
         wanted = 2 * size + 1
         while size < wanted and (fresh := next(texts, "")):
             rest.append(fresh)
@@ -142,7 +142,7 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
             msg = "the JSON array stops early"
             raise CutError(msg)
         if len(rest) == 1 or size > LONGEST_LINE:
-            # No JSON, as who reads the line will say.
+            # Not JSON: the error comes from the parser of the line.
             yield rest[0].encode("utf-8", "surrogateescape")
             return
         text, end = "".join(rest), 0
@@ -159,7 +159,7 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """
     begun: list[bytes] = []
     length = 0
-    # Nothing, in place of a line, ends the last one.
+    # An empty line after the last one ends it.
     for line in chain(chain.from_iterable(map(BytesIO, pieces)), [b""]):
         if not begun and len(line) < CHUNK_BYTES and line.endswith(b"\n"):  # as most do
             yield line

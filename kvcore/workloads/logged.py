@@ -1,4 +1,4 @@
-"""Requests from the log of a chat API: the content of prompts, and what was billed."""
+"""Requests from the log of a chat API: the content of prompts, and the billed tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     plugin with an option `seed` that does not set it.
 
     Raises:
-        InputError: neither, or a plugin or file that cannot be used as given.
+        InputError: no such plugin or file, or one that cannot be used.
     """
     text = BUNDLED if text is None else text
     if not text:
@@ -116,7 +116,7 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
 
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
-    """Return the formats of whose fields the line has most but not all, and what it lacks."""
+    """Return the formats with most of whose fields the line has, and the missing ones."""
     found = json_fields(first_line)
     if not found:
         found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
@@ -136,7 +136,7 @@ def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
 
 
 def _described(cls: type[Workload]) -> str:
-    """Return the fields by which a format is told, for the list of formats."""
+    """Return the fields that identify a format, for the list of formats."""
     kinds = map(", ".join, cls.line_fields)
     return "; or ".join(kinds) or (cls.__doc__ or "").partition("\n")[0]
 
@@ -167,20 +167,21 @@ _name = attrgetter("name")
 class WorkloadSample(Workload):
     """A part of a workload: requests that arrive in a window, the first of them, scaled.
 
-    A key stands for `key_tokens / scale` tokens, so requests share what they shared before,
-    and hits, in blocks divided by the same number, stay as they were. Prompts are rounded
-    down and outputs up, neither to nothing. Times stay as they are. A request that comes
-    after one before the window begins its session, at the time recorded for it.
+    A key has `key_tokens / scale` tokens, so requests share the same keys as before, and hits,
+    in blocks divided by the same number, stay the same. Prompts are rounded down and outputs
+    up, and none becomes empty. Times stay the same. A request that comes after one before the
+    window begins its session, at its recorded time.
 
     Attributes:
         source: the workload.
         limit: number of requests to keep; None: all.
         scale: number of tokens of the source that become one.
-        window: nanoseconds: a request is kept if it arrives at the first or later, and
-            before the second (None: however late); None: all are.
+        window: times in ns: requests are kept that arrive at the first or later, and before
+            the second (None: without end); None: all.
 
     Raises:
-        InputError: there would be no request, or `scale` does not divide a key's tokens.
+        InputError: `limit` is below 1, or `scale` does not divide the tokens of a key. While
+            iterating: no request arrives in the window.
     """
 
     source: Workload
@@ -235,7 +236,7 @@ class WorkloadSample(Workload):
 
     @property
     def key_tokens(self) -> int:
-        """Tokens a key stands for after the division."""
+        """Number of tokens of a key after the division."""
         return self.source.key_tokens // self.scale
 
     @property
@@ -287,7 +288,7 @@ class WorkloadSample(Workload):
 def part_of(
     source: Workload, limit: int | None, window: tuple[int, int | None] | None
 ) -> Workload:
-    """Return the first `limit` requests in a window of time; 0 and None keep all."""
+    """Return the first `limit` requests (0 or None: all) in a window (None: any time)."""
     if not limit and window is None:
         return source
     return WorkloadSample(source, limit or None, window=window)
@@ -303,7 +304,7 @@ class PromptWorkload(Workload):
 
     Attributes:
         requests: requests of `text_request`, for blocks of `key_tokens` tokens.
-        key_tokens: tokens a key stands for.
+        key_tokens: number of tokens of a key.
     """
 
     name: ClassVar[str] = "prompts"
@@ -330,5 +331,5 @@ class PromptWorkload(Workload):
         return len(self.requests)
 
     def options(self) -> dict[str, int]:
-        """Return the number of requests; their tokens are no option."""
+        """Return the number of requests, without their tokens."""
         return {"requests": len(self.requests)}

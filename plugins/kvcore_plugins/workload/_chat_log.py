@@ -26,7 +26,7 @@ class Block(NamedTuple):
     Attributes:
         label: its place in the request.
         text: its role and content.
-        ttl_ns: as in `PromptPart`.
+        ttl_ns: TTL of its breakpoint, as in `PromptPart`.
     """
 
     label: str
@@ -40,10 +40,14 @@ def logged(
     ends: Callable[[Sequence[int], int], Iterable[int]],
     total: int,
 ) -> Callable[..., LoggedRequest]:
-    """Return what builds the request of a logged chat whose prompt has `total` tokens.
+    """Return the function that builds the request of a logged chat.
 
-    `ends` takes the lengths of its tools and messages as texts, and `total`, and returns the
-    tokens up to the end of each.
+    Args:
+        body: row of the request.
+        response: row of the answer.
+        ends: returns the tokens up to the end of the tools and of each message, from the
+            lengths of their texts and `total`.
+        total: tokens of the prompt.
     """
     usage, explicit = usage_of(response)
     groups = list(message_blocks(body))
@@ -58,7 +62,7 @@ def logged(
 
 
 def message_blocks(body: Row) -> Iterator[list[Block]]:
-    """Yield the blocks of the tools, of the system prompt and of each message, as there are."""
+    """Yield the blocks of the tools, of the system prompt, and of each message."""
     tools = body.fields.get("tools")
     if type(tools) is list and tools:
         yield [
@@ -93,7 +97,7 @@ def _blocks(
 
 
 def _ttl(row: Row) -> int | None:
-    """Return the TTL that a breakpoint in `row` asks for, as `PromptPart` has it."""
+    """Return the TTL in ns of a breakpoint in `row`, as in `PromptPart`; None without one."""
     mark = row.fields.get(MARK)
     if mark is None:
         return None
@@ -106,7 +110,7 @@ def _ttl(row: Row) -> int | None:
 def prompt_parts(
     body: Row, groups: Sequence[Sequence[Block]], ends: Iterable[int]
 ) -> tuple[PromptPart, ...]:
-    """Return the parts of a prompt, whose `groups` of blocks end at these tokens.
+    """Return the parts of a prompt whose `groups` of blocks end at `ends`, in tokens.
 
     Within a group, positions are divided by the lengths of the texts.
     """
@@ -127,19 +131,19 @@ def prompt_parts(
 
 
 def _divided(lengths: list[int], start: int, end: int) -> list[int]:
-    """Return where each of consecutive texts of these lengths ends between two positions."""
+    """Return the ends of consecutive texts of these lengths, from `start` to `end`."""
     whole = sum(lengths) or 1
     return [start + (end - start) * length // whole for length in accumulate(lengths)]
 
 
 def usage_of(response: Row) -> tuple[Usage | None, bool]:
-    """Return the tokens that an API reported, and whether it reports breakpoints' entries.
+    """Return the tokens that an API reported, and whether it caches at breakpoints alone.
 
     Fields are those of OpenAI's chat completions and responses, of Anthropic's messages, and
     of DeepSeek.
 
     Raises:
-        InputError: a number of tokens that is none, or a prompt shorter than its parts.
+        InputError: a field that is no number of tokens, or a prompt shorter than its parts.
     """
     fields = response.fields.get("usage")
     if type(fields) is not dict:

@@ -1,8 +1,8 @@
-"""Lists of keys that continue one another, of which only what is new is parsed.
+"""Lists of keys that continue one another: only their new keys are parsed.
 
 The turns of a session send the same prompt again, a little longer each time: of a hundred keys
-in a file some four are new. So a line is decoded with its lists of keys left as text, and of a
-text only what follows the one before it becomes numbers.
+in a file some four are new. So a line is decoded with its lists of keys as text, and only the
+part of a text after its common beginning with the text before it is parsed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _session = msgspec.json.Decoder(_Session)
 
 
 def parse_session(path: Path, number: int, line: bytes) -> Row:
-    """Return line `number` of `path`, of which lists of keys are text; a wrong one is parsed.
+    """Return line `number` of `path`, with lists of keys as text unless the line is wrong.
 
     Raises:
         InputError: the line is no JSON object.
@@ -52,16 +52,16 @@ def parse_session(path: Path, number: int, line: bytes) -> Row:
     try:
         return Row(path, number, dict(_session.decode(line)))
     except (msgspec.MsgspecError, RecursionError):
-        return parse_row(path, number, line)  # whose fields say what is wrong
+        return parse_row(path, number, line)  # its fields are checked one by one
 
 
 class KeyTexts:
     """Reads the key lists of one agent, in the order of its turns.
 
     Args:
-        key_tokens: tokens that a key stands for.
-        below: the number below which keys must be.
-        namespace: what is added to them, by `|`.
+        key_tokens: number of tokens of a key.
+        below: number above all keys.
+        namespace: bits that are set in all keys.
     """
 
     def __init__(self, key_tokens: int, below: int, namespace: int) -> None:
@@ -72,12 +72,12 @@ class KeyTexts:
         self._decode = msgspec.json.Decoder(
             list[Annotated[int, msgspec.Meta(ge=0, lt=below)]]
         ).decode
-        # The list read last, without its closing bracket, and the path that it is on.
+        # The list read last, without its closing bracket, and its path.
         self._text = b""
         self._path = array("q")
 
     def read(self, row: Row, name: str, prompt: int) -> tuple[array[int], int]:
-        """Return the path on which the keys of a prompt are, and how many these are.
+        """Return the path that begins with the keys of a prompt, and the number of keys.
 
         The path may become longer until the last list is read. O(characters) at the speed of
         memory, and 50 ns a key that does not continue the list before.
@@ -99,10 +99,10 @@ class KeyTexts:
         return array("q", [self._namespace | key for key in keys]), len(keys)
 
     def _read(self, text: bytes) -> int:
-        """Make `_path` hold the keys of `text`; return how many these are.
+        """Store the keys of `text` in `_path`; return their number.
 
         Raises:
-            MsgspecError: it is no list of numbers in range.
+            MsgspecError: `text` is no list of numbers in range.
         """
         body, known = text[:-1], self._text
         shared = len(known)
@@ -114,7 +114,7 @@ class KeyTexts:
             shared = _common(body, known)
             if shared == len(body) and known[shared : shared + 1] in b",":
                 return body.count(b",") + 1
-            # The key in which they part has another beginning in the path.
+            # The first key that differs may begin with the same digits.
             shared = max(known.rfind(b",", 0, shared), 0)
             count = known.count(b",", 0, shared) + 1 if shared else 0
             self._path = self._path[:count]
@@ -127,7 +127,7 @@ class KeyTexts:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return how many bytes both begin with. O(bytes), some 15 times at the speed of memory."""
+    """Return the length of the common beginning. O(bytes), in some 15 comparisons of memory."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

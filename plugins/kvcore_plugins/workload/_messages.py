@@ -1,4 +1,4 @@
-"""Messages of chats, and what a server answered, in the rows of a log."""
+"""Messages of chats and answers of servers, in the rows of a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 from kvcore_plugins.workload.rows import Row
 
 TIMES = ("timestamp", "time", "created", "created_at", "start_time", "arrival_time", "arrival")
-"""Fields of a row, or of the response in it, that may say when the request was sent."""
+"""Fields of a row, or of the response in it, that may have the time of the request."""
 
 ANSWER = "assistant"
 """The role whose messages are generated."""
@@ -19,13 +19,13 @@ _ROLES = {"human": "user", "gpt": ANSWER, "chatgpt": ANSWER, "bot": ANSWER, "mod
 _ANSWERS = ("completion", "response", "output", "answer")
 
 JSON_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-"""Content blocks without a text, whose JSON is about what a model reads."""
+"""Types of content blocks without a text, whose JSON stands for the text."""
 
 MARK = "cache_control"
 """The field of a content block that sets a breakpoint."""
 
 Message: TypeAlias = dict[str, Any]
-"""A message as chat templates take it: `role`, `content`, and whatever else it has."""
+"""A message for chat templates: `role`, `content`, and all its other fields."""
 
 
 def nested(row: Row, *names: str) -> Row:
@@ -41,7 +41,7 @@ def nested(row: Row, *names: str) -> Row:
 
 
 def time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
-    """Return which object of a row has its time, and in which field."""
+    """Return the object of a row that has its time, and the field; None: it has no time."""
     for holder in (row, nested(row, "response", "body")):
         for name in names:
             if holder.fields.get(name) is not None:
@@ -53,7 +53,7 @@ def messages_of(body: Row) -> list[Message]:
     """Return the messages of a chat, with their contents as texts.
 
     Raises:
-        InputError: there are none, or one cannot be read, such as an image.
+        InputError: there is no message, or one that cannot be read, such as an image.
     """
     name = "messages" if "messages" in body.fields else "conversations"
     found = body.inner(name)
@@ -82,7 +82,7 @@ def block_text(row: Row, place: int, part: Row) -> str:
     """Return the text of a content block of the message in `row`.
 
     Raises:
-        InputError: it has none, such as an image.
+        InputError: the block has no text, such as an image.
     """
     if type(part.fields.get("text")) is str:
         return str(part.fields["text"])
@@ -108,14 +108,14 @@ def _message(row: Row) -> Message:
 
 
 def text_of(message: Message) -> str:
-    """Return what a message says, tool calls included."""
+    """Return the text of a message, tool calls included."""
     calls = message.get("tool_calls")
     text: str = message["content"]
     return text + orjson.dumps(calls).decode() if calls else text
 
 
 def answer_places(messages: list[Message]) -> list[int]:
-    """Return the places of the answers in a recorded conversation, and of one to come."""
+    """Return the places of the answers in a conversation, with that of one to come."""
     last = len(messages) - 1
     places = [n for n, message in enumerate(messages) if n and message["role"] == ANSWER]
     return places if places and places[-1] == last else [*places, last + 1]

@@ -1,4 +1,4 @@
-"""What a benchmark's client sends: requests of given lengths, so many at a time or a second."""
+"""The requests of a benchmark: of given lengths, from a number of clients or at a rate."""
 
 from __future__ import annotations
 

@@ -56,13 +56,14 @@ class Chat(TimedFile):
     - a logged request: an object with one of these under `request` or `body`, and what a
       server answered (`choices`, `usage`) beside it, or under `response`.
 
-    A turn's prompt is all before its answer, so it starts with the prompt and the answer of
-    the turn before, whose blocks it hits: the keys of answers are known. The output is as
-    long as the answer, or as `output_tokens` of the row or `usage` says, or as the option.
+    The prompt of a turn is all text before its answer, so it starts with the prompt and the
+    answer of the turn before, whose blocks it hits: the keys of answers are known. The output
+    has the length of the answer, or else the number in `usage` or in `output_tokens` of the
+    row, or else that of the option.
 
-    A row arrives at its `timestamp`, `created` or whatever else its time is called, or
-    without any at `rate`. Rows are sorted by time. The turns of a conversation follow one
-    another: each is sent `think` seconds after the answer before it.
+    A row arrives at its time, one of the fields `TIMES`; rows without times arrive at `rate`.
+    Rows are sorted by time. The turns of a conversation follow one another: each is sent
+    `think` seconds after the answer before it.
 
     The id of a request is its row, from 0, and in a conversation its turn, as in `17/2`.
 
@@ -70,10 +71,10 @@ class Chat(TimedFile):
         path: path of the file.
         tokenizer: folder of a Hugging Face tokenizer, which counts exactly; its chat template
             is applied if it has one. Nothing is downloaded, and no code of the folder run.
-        tokens: without a tokenizer, what counts as a token: `words` (pieces of up to seven
-            letters or three digits, signs, line ends) or `bytes`.
-        time: the field of the time, where it has another name than `TIMES`.
-        output_tokens: tokens that a request generates whose answer is not known.
+        tokens: the tokens without a tokenizer: `words` (pieces of up to seven letters or three
+            digits, signs, line ends) or `bytes`.
+        time: field of the time; None: the first one of `TIMES`.
+        output_tokens: tokens that a request without an answer generates.
         think: seconds from an answer to the next message of its conversation.
         key_tokens: tokens of a key.
         unit, rate, seed: of times, as every `TimedFile` has them; without `rate` all rows
@@ -98,7 +99,7 @@ class Chat(TimedFile):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line is an object with texts where they are looked for."""
+        """Return True if the line is an object with messages or a prompt of text."""
         try:
             fields = orjson.loads(first_line)
         except orjson.JSONDecodeError:
@@ -119,7 +120,7 @@ class Chat(TimedFile):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was assumed of the rows that were read last, all of them or some."""
+        """Assumptions about the rows that were read last."""
         if self._timed is None:
             return ()
         notes = [] if self.tokenizer else [_ESTIMATES[self.tokens]]
@@ -136,7 +137,7 @@ class Chat(TimedFile):
         return notes
 
     def _rows(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
-        """Yield when each row's first request arrives, and what reads its turns."""
+        """Yield the arrival of the first request of each row, and its reader."""
         encoder = self._encoder()
         drawn, unanswered = self.drawn_arrivals(), list[int]()
         names = TIMES if self.time is None else (self.time,)
@@ -236,14 +237,14 @@ class _Encoder:
         self._ends: list[int] = []
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """Return the tokens of a text, with those that begin a prompt if it `begins` one."""
+        """Return the tokens of a text, with the special ones of a prompt if it `begins` one."""
         del begins
         return self._tokens(text)
 
     def prompts(
         self, messages: list[Message], places: list[int], body: Row
     ) -> Iterator[list[int]]:
-        """Yield the tokens of all before the message at each of `places`, which ascend."""
+        """Yield the tokens of all messages before each of the ascending `places`."""
         tokens: list[int] = []
         self._ends = ends = []
         tools = tools_of(body)
@@ -253,7 +254,7 @@ class _Encoder:
         done = 0
         for place in places:
             for message in messages[done:place]:
-                # Pieces apart, so that a prompt starts with the prompt and answer before it.
+                # Encoded apart, so that a prompt starts with the prompt and answer before it.
                 for text in (f"{message['role']}\n", text_of(message), "\n"):
                     tokens += self.encode(text)
                 ends.append(len(tokens))
@@ -261,7 +262,7 @@ class _Encoder:
             yield [*tokens, *self.encode(f"{ANSWER}\n")]
 
     def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
-        """Return where tools and messages of these lengths end in the prompt made last."""
+        """Return the ends of tools and messages of these lengths in the last prompt."""
         del lengths, total
         return self._ends
 
@@ -305,12 +306,12 @@ class _Tokenizer(_Encoder):
     def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
         if self._tokenizer.chat_template is None:
             return super().ends(lengths, total)
-        # A template says only how long the whole is: texts have shares by their lengths.
+        # A template gives only the length of the whole, which is divided by those of the texts.
         return [total * length // (sum(lengths) or 1) for length in accumulate(lengths)]
 
 
 def _digests(folder: Path) -> tuple[str, ...]:
-    """Return the digests of the files that determine what a tokenizer makes."""
+    """Return the digests of the files that determine the tokens of a tokenizer."""
     kinds = ("*.json", "*.jinja", "*.txt", "*.model")
     return tuple(file_digest(file) for kind in kinds for file in sorted(folder.glob(kind)))
 
@@ -332,7 +333,7 @@ def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
         reason, _, _ = str(error).partition("\n")
         msg = f"tokenizer={folder}: transformers cannot read it: {reason}"
         raise InputError(msg) from error
-    # Else a long prompt is a warning.
+    # A long prompt would print a warning.
     tokenizer.model_max_length = 1 << 62
     return tokenizer
 

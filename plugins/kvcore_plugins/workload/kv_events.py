@@ -45,15 +45,15 @@ INCREMENTAL = (
 class KvEvents(Workload):
     """The requests behind recorded KV events.
 
-    With `lookups=full` the engine reported each request's reused blocks, too: a run without a
-    parent begins a request, and runs that continue it belong to it. Generated blocks are
-    among them, since the events do not tell them from a prompt: lookups are too many by
-    those. Runs whose beginning is not recorded, or was lost in a gap, are left out.
+    With `lookups=full` the engine has reported the reused blocks of each request, too: a run
+    without a parent begins a request, and runs that continue it belong to it. Generated blocks
+    are among them, since events do not distinguish them from a prompt: there are that many
+    lookups too many. Runs without a recorded beginning, or with one in a gap, are left out.
 
     With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
     the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
-    with `prompt` (tokens), and `output` (tokens; 0). The recording says the block size and
-    the period: what lies outside is left out, and counted in `notes`.
+    with `prompt` (tokens), and `output` (tokens; 0). The recording gives the block size and
+    the period: requests outside it are left out, and counted in `notes`.
 
     Times count from the first batch; a batch earlier than the one before it counts as
     simultaneous. A recording that is cut is read up to the cut.
@@ -62,8 +62,8 @@ class KvEvents(Workload):
         path: the recording.
         lookups: `full` for a recording in full-report mode.
         requests: the log, sorted by time.
-        block_size: tokens a block, for recordings that do not say it.
-        group: the group of layers whose blocks are taken, in models with several.
+        block_size: tokens of a block, for recordings without it.
+        group: number of the group of layers that is read, of a model with several.
     """
 
     name: ClassVar[str] = "kv-events"
@@ -105,7 +105,7 @@ class KvEvents(Workload):
 
     @property
     def key_tokens(self) -> int:
-        """Tokens a block, as the first stored run or the option says."""
+        """Tokens of a block: those of the option, or of the first stored run."""
         if self.block_size is not None:
             return self.block_size
         for event, *_ in self._stored():
@@ -116,7 +116,7 @@ class KvEvents(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How many lines of the log lie outside the recording."""
+        """The number of lines of the log outside the recording."""
         return (self._outside,) if self._outside else ()
 
     @property
@@ -166,7 +166,8 @@ class KvEvents(Workload):
     def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
         """Yield the runs stored in the first tier and the group.
 
-        Each with its time in ns, its publisher, and the number of gaps and restarts before it.
+        With each come its time in ns, its stream (the publisher, the source and the rank), and
+        the number of gaps and restarts before it.
         """
         from kvcore.kv_events import BlockStored, PagesStored, Received  # noqa: PLC0415 - a slow import
 

@@ -1,4 +1,4 @@
-"""Tables of arrival times and lengths, whatever their columns are called."""
+"""Tables of arrival times and lengths, with columns of any names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USUAL = {
     "session": "session sessionid conversation conversationid chatid",
     "tenant": "tenant tenantid client clientid user userid",
 }
-"""How columns are usually called, without case and whatever is no letter or digit."""
+"""Usual names of columns, in lower case, without signs."""
 
 _OPTIONAL = ("session", "tenant")
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
@@ -35,17 +35,17 @@ _LETTERS = re.compile("[^a-z0-9]")
 
 @attrs.define(eq=False)
 class Lengths(TimedFile):
-    """Arrival times and lengths out of a table, CSV or TSV; its requests share nothing.
+    """Arrival times and lengths in a table, CSV or TSV; its requests share no blocks.
 
-    The first line names the columns; the first that is called as usual is taken, in any
-    case and spelling: `Request tokens`, `input_length`. Others are given by their names.
-    Such a table says how long prompts were, not what was in them: requests have no keys,
-    and nothing is ever hit. ServeGen, BurstGPT and most logs look so. The result of
-    `vllm bench serve --save-result --save-detailed` is such a table, too, a JSON object of
-    columns; requests that failed in it are left out, and counted in `notes`.
+    The first line names the columns; the first column with a usual name is used, in any
+    case and spelling: `Request tokens`, `input_length`. Options give other names. Such a
+    table has the lengths of prompts, and not their tokens: requests have no keys and never
+    hit. ServeGen, BurstGPT and most logs have this form. So has the result of
+    `vllm bench serve --save-result --save-detailed`, a JSON object of columns; its failed
+    requests are left out, and counted in `notes`.
 
-    A time is a number in `unit`, or a date and time of ISO 8601 (UTC, unless it says; to
-    the microsecond). Arrivals count from the first row's; the id of a request is its row,
+    A time is a number in `unit`, or a date and time of ISO 8601 (UTC without a time zone; to
+    the microsecond). Arrivals count from that of the first row; the id of a request is its row,
     from 0. A table without times needs `rate`.
 
     Source: of the usual names: Xiang et al., ServeGen, 2025; Wang et al., BurstGPT, KDD'25;
@@ -109,7 +109,7 @@ class Lengths(TimedFile):
 
     @property
     def notes(self) -> list[str]:
-        """How many requests that had failed were left out."""
+        """The number of failed requests that were left out."""
         return [f"failed requests left out: {self._failed}"] if self._failed else []
 
     def _table(
@@ -132,7 +132,7 @@ class Lengths(TimedFile):
     def _columnar(
         self, number: int, line: bytes, source: Iterator[tuple[int, bytes]]
     ) -> tuple[list[str], Iterator[Row]]:
-        """Return the names of the lists in a JSON object, and the rows that they make up."""
+        """Return the names of the lists in a JSON object, and the rows of their values."""
         whole = parse_row(self.path, number, line)
         for number, _ in source:  # noqa: PLR1704 - what matters is that there is one
             msg = f"{self.path}:{number}: a second result: give a file for each"
@@ -157,7 +157,7 @@ class Lengths(TimedFile):
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
-        """Return True if the line names columns of both lengths, as usual."""
+        """Return True if the line has usual names of columns of both lengths."""
         if names := json_fields(first_line):
             return names >= set(cls.line_fields[0])
         try:

@@ -28,7 +28,7 @@ from kvcore_plugins.workload.poisson import poisson_arrivals
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 MOST_NESTED = 250
-"""Values in one another that a line may have: what is read can be written again."""
+"""Largest depth of nested values in a line, which can then be written again."""
 
 _T = TypeVar("_T")
 _INT = {int}
@@ -59,7 +59,7 @@ class FileWorkload(Workload):
 
 @attrs.define(eq=False)
 class TimedFile(FileWorkload):
-    """A workload in one file whose rows have times, or are given some.
+    """A workload in one file whose rows have times, or get random ones.
 
     Attributes:
         path: path of the file.
@@ -155,7 +155,7 @@ class Row:
         return default if self.fields.get(name) is None else read(name)
 
     def inner(self, name: str) -> list[Row]:
-        """Return a list of objects, as rows whose errors name the place in the list."""
+        """Return a list of objects as rows, whose errors name the place in the list."""
         value = self.fields.get(name)
         if type(value) is not list:
             raise self.error(field=name, expected="a list of objects")
@@ -207,7 +207,7 @@ class Row:
     def in_order(
         self, field: str, time: int, latest: int, expected: str = "no earlier time than before"
     ) -> int:
-        """Return the time of a row, which must not come before the `latest` of those above."""
+        """Return the time of a row, which must not be before `latest`, that of earlier rows."""
         if time < latest:
             raise self.error(field=field, expected=expected)
         return time
@@ -221,15 +221,15 @@ class Row:
 
 
 Turn: TypeAlias = tuple[int, Callable[[], Request]]
-"""When a request arrives (ns), and what builds it then."""
+"""The arrival of a request (ns), and the function that builds it then."""
 
 
 def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator[Request]:
     """Yield the requests of sessions in order of arrival, those of one time by session.
 
     Args:
-        sessions: in order, when each starts (ns), and what reads its turns then: at least
-            one, the last one first. Sessions that have started are kept in memory.
+        sessions: in order, the start of each session (ns), and the function that reads its
+            turns then: at least one, the last one first. Started sessions stay in memory.
     """
     running: list[tuple[int, int, list[Turn]]] = []
     for number, (start, read) in enumerate(sessions):
@@ -240,7 +240,7 @@ def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator
 
 
 def _before(time: float, running: list[tuple[int, int, list[Turn]]]) -> Iterator[Request]:
-    """Yield what the running sessions send until `time`."""
+    """Yield the requests that running sessions send until `time`."""
     while running and running[0][0] <= time:
         _, number, turns = running[0]
         yield turns.pop()[1]()
@@ -282,7 +282,7 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
 
 
 def too_deep(path: Path, number: int) -> InputError:
-    """Return the error of a line with too many values in one another."""
+    """Return the error of a line with values that are nested too deep."""
     return InputError(
         f"{path}:{number}: expected values in one another up to {MOST_NESTED} deep"
     )

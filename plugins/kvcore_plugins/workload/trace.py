@@ -8,20 +8,19 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore import Request, Workload
+from kvcore import Request, Workload, trace
 from kvcore.files import as_path
-from kvcore.trace import TraceWorkload
 from kvcore.workloads import file_digest
 
 
 @attrs.define(eq=False)
 class Recording(Workload):
-    """The requests of a kvcore trace that is whole, every line of which is checked.
+    """The requests of a complete kvcore trace, every line of which is checked.
 
-    Open-loop requests arrive as the recorded workload had them, whatever the rate at which
-    it was run. The digest is that of the recorded workload where these are exactly its
-    requests, so that results on both can be compared; else that of the file. `jsonl` reads
-    the same lines as they are, of a cut file or one written by hand as well.
+    Open-loop requests arrive as in the recorded workload, whatever the rate of the run. The
+    digest is that of the recorded workload where these are exactly its requests, so that
+    results on both can be compared; otherwise that of the file. `jsonl` reads the same lines
+    without these checks, also from a cut file or one written by hand.
 
     Attributes:
         path: the trace.
@@ -32,20 +31,20 @@ class Recording(Workload):
     path: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each REQUEST line. Keeps one line in memory.
+        """Yield a request for each REQUEST line. Memory: one line.
 
         Raises:
             TraceError: a line is damaged, or the file is cut.
         """
-        return iter(TraceWorkload(self.path))
+        return iter(trace.TraceWorkload(self.path))
 
     @property
     def key_tokens(self) -> int:
-        """Tokens a key stands for."""
-        return TraceWorkload(self.path).key_tokens
+        """Number of tokens of a key."""
+        return trace.TraceWorkload(self.path).key_tokens
 
     @property
     def digest(self) -> str:
         """The digest of the recorded workload, or of the file. Reads the file."""
-        recorded = TraceWorkload(self.path)
+        recorded = trace.TraceWorkload(self.path)
         return recorded.digest if recorded.restores else file_digest(self.path)

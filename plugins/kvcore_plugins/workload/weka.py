@@ -41,7 +41,7 @@ class Weka(FileWorkload):
 
     Traffic is closed-loop: a request comes `think` after its agent's last one has finished;
     a subagent's first comes after the request that its parent sent last, think time being
-    what the recording leaves between the two. The names of tools were not recorded: `tool`
+    the recorded time between the two. The names of tools were not recorded: `tool`
     is `subagent` where an answer stopped to start one, and `tool_use` where to call another.
 
     Attributes:
