@@ -72,7 +72,7 @@ def compose_steps(deployment: Deployment) -> StepGrid:
 
     Raises:
         PluginError: aiconfigurator-core or SciPy is not installed.
-        InputError: AIConfigurator does not have the deployment: says what it has.
+        InputError: AIConfigurator does not have the deployment; the error lists what it has.
     """
     engine = compile_engine(deployment)
     import numpy as np  # noqa: PLC0415 - not without the extra `lab`

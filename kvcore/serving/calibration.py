@@ -142,7 +142,8 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
 
     Raises:
         InputError: the file cannot be used, has too few rows, or leaves an option
-            undetermined: says which. Or the model cannot be fitted, or SciPy is missing.
+            undetermined, which the error names. Or the model cannot be fitted, or SciPy is
+            missing.
     """
     try:
         import numpy as np  # noqa: PLC0415
@@ -198,7 +199,7 @@ _STARTS = (1.0, 2.0, 5.0)
 """Inverses of shares to begin with."""
 
 _ROUNDS = 50
-"""Steps rarely change sums more than a few times; two may do so for ever."""
+"""Steps rarely change sums more than a few times, but two may alternate for ever."""
 
 
 def _least_squares(terms: Any, fixed: Any, times: Any, lowest: Any) -> Any:
@@ -233,7 +234,7 @@ def _longest(terms: Any, values: Any) -> Any:
 
 
 _DEPENDENT = 1e-9
-"""A scaled column that lies this close to others says nothing that these do not."""
+"""A scaled column that is this close to a combination of others determines no option."""
 
 
 def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
