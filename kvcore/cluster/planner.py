@@ -366,7 +366,8 @@ class Autoscaler:
         self._servers = {server.number: server for server in servers}
         self._slo = slo or SLO()
         self._phase: Phase = phase
-        self._since = dict.fromkeys(sorted(self._servers)[: self.first], 0)
+        up = sorted(self._servers)[: planner.start or planner.least]
+        self._since = dict.fromkeys(up, 0)
         self._most = min(planner.most or len(servers), len(servers))
         self._calm_until = 0
         # Of this interval: requests, prompt tokens, hits and lookups before it, load.
@@ -374,12 +375,6 @@ class Autoscaler:
         self._in_flight = self._load = 0
         self._looked_up = 0, 0
         self._rows = {number: (server.loop, 0) for number, server in self._servers.items()}
-
-    @property
-    def first(self) -> int:
-        """The number of replicas that are up at the start."""
-        planner = self.planner
-        return min(planner.start or planner.least, len(self._servers))
 
     @property
     def numbers(self) -> list[int]:

@@ -172,18 +172,6 @@ class ReplicaLoop(ServingLoop):
         if self.clock_ps < now * PS_PER_NS:
             self.clock_ps = now * PS_PER_NS
 
-    def idle_until(self) -> int:
-        """Return when (ns) the next event of an idle loop is, or NEVER."""
-        batcher = self.batcher
-        at = self.inbox.next_at
-        if self._unseen:
-            at = min(at, self._unseen[0][0])
-        if batcher.timers and batcher.waiting:
-            at = min(at, batcher.timers[0][0])
-        if batcher.loads:
-            at = min(at, batcher.loads[0][0])
-        return at
-
     def usage(self, now: int) -> float:
         """Return the share of the blocks that running requests hold at `now`, ns.
 

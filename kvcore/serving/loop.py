@@ -205,6 +205,18 @@ class ServingLoop:
         else:
             self._decode_steps()
 
+    def idle_until(self) -> int:
+        """Return when (ns) the next event is if no step runs, or NEVER."""
+        arrivals, batcher = self._arrivals, self.batcher
+        wake = min(arrivals.next_at, arrivals.prefetch_at)
+        if self._unseen:
+            wake = min(wake, self._unseen[0][0])
+        if batcher.timers and batcher.waiting:
+            wake = min(wake, batcher.timers[0][0])
+        if batcher.loads:
+            wake = min(wake, batcher.loads[0][0])
+        return wake
+
     def abort(self, job: Job, why: str) -> bool:
         """End `job` early, between two turns; return False if that has to wait."""
         now = self.clock_ps // PS_PER_NS
@@ -304,17 +316,11 @@ class ServingLoop:
 
     def _wait(self) -> bool:
         """Move the clock to the next arrival or timer; return False if there is none."""
-        batcher = self.batcher
-        wake = min(self._arrivals.next_at, self._arrivals.prefetch_at)
-        if self._unseen:
-            wake = min(wake, self._unseen[0][0])
-        if batcher.timers and batcher.waiting:
-            wake = min(wake, batcher.timers[0][0])
-        if batcher.loads:
-            wake = min(wake, batcher.loads[0][0])
+        wake = self.idle_until()
         if wake < NEVER:
             self.clock_ps = max(self.clock_ps, wake * PS_PER_NS)
             return True
+        batcher = self.batcher
         if batcher.waiting:
             msg = (
                 f"scheduler plugin {self._scheduler.name!r} leaves {len(batcher.waiting)} "

@@ -48,8 +48,6 @@ class SpeculativeExecutor(Executor, Protocol):
 class SpeculativeSimulator(SimulatedExecutor):
     """Computes nothing: the drafter gives accepted drafts, the latency model the time."""
 
-    jumps = False
-
     def __init__(self, latency: LatencyModel, drafter: Drafter) -> None:
         super().__init__(latency)
         if find_override(drafter, "accepted") is None:
