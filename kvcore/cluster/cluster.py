@@ -417,7 +417,8 @@ class Cluster:
                 self._trace.leave(now, server.number)
             if not server.sent:
                 self._stop(server, now)
-        if self._arrivals.next_at < NEVER or any(server.sent for server in self.servers):
+        unserved = self._held or any(server.sent for server in self.servers)
+        if unserved or self._arrivals.next_at < NEVER:
             self._plan_at(now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:
