@@ -7,7 +7,7 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
        +------------------- sessions, lost requests -----------------+
 
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
-a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
+a cluster costs as much as its replicas would alone. Events at the same nanosecond come in
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
 between replicas; requests, in the order of the workload; ends of steps, by their picosecond
 and the number of the replica; requests that these ends have brought about; and plans of next
@@ -251,7 +251,7 @@ class Cluster:
             self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
 
     def _schedule(self, kind: int, server: Server, at_ps: int) -> None:
-        """Schedule the begin or end of a replica's turn; cancel what was scheduled for it."""
+        """Schedule the begin or end of a replica's turn; cancel its scheduled event, if any."""
         server.turn += 1
         now = at_ps // PS_PER_NS
         heappush(self._heap, (now, kind, at_ps, server.number, server.turn))

@@ -1,4 +1,4 @@
-"""Simulate a cluster: what several servers would do with a workload, and a router."""
+"""Simulate a cluster: several servers that serve a workload, and a router."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def simulate_cluster(
 ) -> ClusterResult:
     """Serve `workload` with several replicas, in the time that latency models give.
 
-    Costs what its replicas would cost alone, and some microseconds a request for the router.
+    Costs as much as its replicas would alone, and some microseconds a request for the router.
 
     Args:
         workload: a workload, or any requests in order of arrival.

@@ -1,4 +1,4 @@
-"""Prefix views of routers: an index of what was sent, delayed events, or the true content.
+"""Prefix views of routers: an index of sent prompts, delayed events, or the true content.
 
 Times are nanoseconds, of whatever clock: views serve simulated clusters and real proxies.
 """
@@ -121,7 +121,7 @@ class SentIndex(PrefixView):
     _holders: Holders = attrs.field(factory=Holders, init=False)
     # By replica, the serial of the last prompt with a key: it never grows along a prompt.
     _last: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
-    # What was sent, oldest first, by replica and last key: when, its serial, its keys.
+    # Sent prompts, oldest first, by replica and last key: when, serial, keys.
     _sent: OrderedDict[tuple[int, Key], tuple[int, int, Keys[Key]]] = attrs.field(
         factory=OrderedDict, init=False
     )
@@ -338,7 +338,7 @@ class EventsView(PrefixView):
     wants_events = True
 
     def connect(self, replica: int, cache: KVCache) -> None:
-        """Subscribe to what `cache`, which is empty, stores and evicts."""
+        """Subscribe to the stores and evictions of `cache`, which is empty."""
         layout, tree = cache.geometry, cache.tree
         place = self._place(replica, layout.block_size, layout)
         place.below, tree.watcher = tree.watcher, place
@@ -367,7 +367,7 @@ class EventsView(PrefixView):
         self._reported(replica, now, _Size.remove, keys)
 
     def lost(self, replica: int, now: int) -> None:
-        """Remove what a replica held; its events still under way are dropped on arrival."""
+        """Remove the blocks of a replica; its delayed events are dropped on arrival."""
         del now
         place = self._places.pop(replica, None)
         if place is not None:

@@ -1,4 +1,4 @@
-"""Files of measured acceptance: what became of the drafts of a run on tensors.
+"""Files of measured acceptance: the drafts of a run on tensors, and how many were accepted.
 
 JSON lines. The first has, by position, the share of the drafts that were accepted, of those
 after accepted ones. Each other line is a step of a request: the number of output tokens that
@@ -26,7 +26,7 @@ def write_acceptance(
     """Write measured acceptance.
 
     Raises:
-        StorageError: the disk refused what was written.
+        StorageError: the disk refused a write.
     """
     with atomic_file(Path(path)) as lines:
         head = orjson.dumps({"acceptance": list(probabilities)})

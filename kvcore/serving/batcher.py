@@ -48,7 +48,7 @@ class Batcher:
         waiting: waiting jobs, in scheduler order.
         running: running jobs, in order of admission; at most `max_seqs`.
         paused: jobs off the batch that keep their blocks; they are in `waiting` too.
-        chunks: what the next step prefills: jobs and tokens.
+        chunks: the jobs that prefill in the next step, with their numbers of tokens.
         changed: whether anything has happened since the last plan.
         timers: a heap of the times (ns) at which priorities of waiting jobs change by
             themselves.
@@ -151,7 +151,7 @@ class Batcher:
         self.changed = True
 
     def prefetch(self, request: Request, now: int, arrival: int) -> None:
-        """Start to load what tiers have of `request`, which arrives at `arrival` (ns).
+        """Start to load blocks of `request`, which arrives at `arrival` (ns), from tiers.
 
         The blocks of the watermark are left to running jobs.
         """
@@ -163,7 +163,7 @@ class Batcher:
                 heappush(self.loads, (load.ready, -load.seq.id, None, load))
 
     def plan(self, now: int) -> bool:
-        """Allocate what the next decode step needs, and fill `chunks` with its prefill.
+        """Allocate blocks for the next decode step, and fill `chunks` with its prefill.
 
         Return True if anything but growth has happened since the last plan.
         """

@@ -1,4 +1,4 @@
-"""The jobs that decode: what k steps of them need, and the blocks they grow into.
+"""The jobs that decode: many steps of them at once, and the blocks that they grow into.
 
 Between two events the same jobs decode, so that k steps are one jump, in closed form:
 
@@ -53,12 +53,12 @@ class DecodeBatch:
     Attributes:
         steps: the step counter.
         size: number of jobs.
-        context: what the next step attends to, by attention window: without one, the
-            lengths of all jobs, the new token included.
-        growth: how much a step adds to `context`.
+        context: tokens that the next step attends to, by attention window; without a window,
+            the lengths of all jobs, the new token included.
+        growth: tokens that a step adds to `context`.
         fresh: jobs that joined after the last step.
         committing: jobs that commit every block they fill, by residue class: because they
-            share what they generate, or may forget it.
+            share generated blocks, or may drop tokens.
         last_step_ps: when the last step ended.
     """
 
@@ -213,7 +213,8 @@ class DecodeBatch:
 
         Args:
             start_ps: when the first of the steps begins.
-            segments: parts of the steps, each (ps of its first step, what each adds, steps).
+            segments: parts of the steps, each (ps of its first step, ps that each step adds,
+                steps).
 
         Returns:
             The number of steps, and the picoseconds they took.
@@ -294,7 +295,7 @@ class DecodeBatch:
     def growth_between(self, first: int, end: int) -> int:
         """Return how many blocks the steps `[first, end)` need. O(log jobs)."""
         # Every residue class comes once a turn of `block_size` steps, so each job needs a
-        # block a turn; what is left over is a range of residues, which may wrap around.
+        # block a turn; the remaining steps are a range of residues, which may wrap around.
         turns, rest = divmod(end - first, self._block_size)
         residues = self._residues
         low = first % self._block_size
@@ -389,8 +390,8 @@ class DecodeAllocator:
     sum, and the cache gets the length of a sequence when its job leaves the batch (`settle`).
     Else each sequence that needs a block is extended by itself, at the time of its step.
 
-    A run has one allocator, chosen at its start. This one pages; a subclass may keep other
-    memory, or count what the memory is used for.
+    A run has one allocator, chosen at its start. This one pages; a subclass may allocate in
+    another way, or measure how the memory is used.
 
     Attributes:
         allocated_until: the first decode step whose blocks are not allocated yet.

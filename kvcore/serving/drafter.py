@@ -27,9 +27,9 @@ from kvcore.serving.latency import LatencyModel, StepWork
 class Drafter(Plugin):
     """Drafts tokens that the served model verifies: speculative decoding.
 
-    This class is what both clocks need: a limit and a cost. A simulation calls `accepted`, and
-    computes nothing; on tensors tokens are drafted by a `kvcore.engine.TokenDrafter`, which
-    is derived from it.
+    Simulations and runs on tensors both use its limit and its cost. A simulation calls
+    `accepted`, and computes nothing; on tensors tokens are drafted by a subclass,
+    `kvcore.engine.TokenDrafter`.
 
     Attributes:
         tokens: the most drafts for a sequence in a step, k; an option of every drafter.
@@ -154,7 +154,8 @@ class DraftStats:
         outcomes: steps of sequences that decode, by (drafts, accepted drafts): each gives
             one token and the accepted drafts.
         plain_ps: picoseconds that the tokens of steps without prefill would have taken, one
-            token a step, by the latency model; `took_ps`: what these steps took.
+            token a step, by the latency model.
+        took_ps: picoseconds that these steps took.
     """
 
     outcomes: Counter[tuple[int, int]] = attrs.Factory(Counter)

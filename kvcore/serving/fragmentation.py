@@ -143,10 +143,10 @@ class _Occupancy:
         # The state since the last event.
         self._running = self._held = self._cached = self._idle = self._uncomputed = 0
         self._blocked = False
-        # What has happened since: picoseconds, steps, tokens that came into slots.
+        # Since then: picoseconds, steps, and slots that were filled.
         self._took_ps = self._steps = self._filled = 0
         self._last = 0, 0, 0
-        # Sums over time; of what changes between events, twice the sums.
+        # Sums over time; twice the sums of numbers that change between events.
         self._time_ps = self._ran = self._ahead = self._waited = 0
         self._holds = self._caches = self._idles = self._frees = 0
         self._peak = 0

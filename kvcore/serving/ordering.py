@@ -26,7 +26,7 @@ class JobOrder:
     def call(
         self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Return what a function of the scheduler returns, or one that compares its answers.
+        """Call a function of the scheduler, or one that compares its answers.
 
         Raises:
             PolicyError: the function failed; the error names `method`.
@@ -91,7 +91,7 @@ class JobOrder:
 
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
-"""(rank, whether it holds no blocks, order of arrival, the job): what the queue sorts by."""
+"""(rank, whether it holds no blocks, order of arrival, the job): the sort key of the queue."""
 
 _SLACK: Final = 4
 """Entries that the heap may hold for each waiting job before it is rebuilt."""

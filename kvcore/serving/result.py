@@ -278,7 +278,7 @@ class Reported(Outcome):
 
         Raises:
             InputError: the directory cannot be made, or a file not be opened.
-            StorageError: the disk refused what was written.
+            StorageError: the disk refused a write.
         """
         directory = Path(directory)
         make_directory(directory)

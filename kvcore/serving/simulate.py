@@ -1,4 +1,4 @@
-"""Simulate a serving system: what it would do with a workload, by a latency model."""
+"""Simulate a server that serves a workload, in the time of a latency model."""
 
 from __future__ import annotations
 

@@ -537,7 +537,7 @@ class PoolTimeline:
 class Fragmentation:
     """How well a run used its memory. Shares are of the pool's slots, one token each.
 
-    `used + cached + internal` and what was free are the whole pool. Means are over the time
+    `used + cached + internal` and the free share are the whole pool. Means are over the time
     from the first arrival on; between two events, lengths and blocks are taken to grow evenly
     with each step.
 

@@ -1,4 +1,4 @@
-"""Random choices that depend on the request alone, not on what was drawn before."""
+"""Random choices that depend on the request alone, not on earlier draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of the remaining time of a job, from what its scheduler may know of its length."""
+"""Estimates of the remaining time of a job, by its true or its predicted length."""
 
 from __future__ import annotations
 
