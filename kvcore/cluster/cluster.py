@@ -7,14 +7,14 @@ Each replica is a serving loop whose turns are begun and ended in the order of o
        +------------------- sessions, lost requests -----------------+
 
 A replica that decodes is not touched before its jump ends or a request comes to it, so that
-a cluster costs what its replicas would cost alone. Events at the same nanosecond come in
+a cluster costs as much as its replicas would alone. Events at the same nanosecond come in
 this order: replicas that fail, then return; decisions of a planner; K/V that has moved
 between replicas; requests, in the order of the workload; ends of steps, by their picosecond
 and the number of the replica; requests that these ends have brought about; and plans of next
-steps, likewise. Of one time, the lines of a replica stand in the trace in the
-order in which they came about; in which order replicas do says nothing.
+steps, also by picosecond and replica. Lines of one replica at one time are in the trace in the
+order in which they happened; the order of lines of different replicas means nothing.
 
-Hints for prefetches are not followed: a replica is picked when a request comes.
+Hints for prefetches are ignored: a replica is picked when a request comes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvcore.trace.cluster import ClusterTrace
 
 FAIL, RETURN, PLAN, MOVED, ARRIVAL, END, BEGIN = range(7)
-"""What happens at a time, in the order in which it happens."""
+"""The kinds of events, in the order in which those of one time are handled."""
 
 
 @attrs.frozen
@@ -47,7 +47,7 @@ class Failure:
     Attributes:
         at: when, ns.
         replica: its number.
-        duration: after how many ns it returns; None: never.
+        duration: ns until it returns; None: never.
     """
 
     at: int
@@ -95,7 +95,7 @@ def exact_seconds(ns: int) -> str:
 
 
 Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]
-"""Makes the loop of a replica, given what is called with first tokens, and with ends."""
+"""Makes the loop of a replica, given the callbacks for first tokens and for ends."""
 
 
 class Cluster:
@@ -105,18 +105,18 @@ class Cluster:
         arrivals: the requests by time of arrival.
         starts: makes the loop of each replica.
         router: picks the replica of a request.
-        view: what the router thinks is cached where.
+        view: the router's view of the caches.
         failures: replicas that fail.
         planner: starts and stops replicas; None: all are up.
-        slo: what requests expect, for the planner.
-        trace: where decisions are written; None: nowhere.
+        slo: the SLO of the requests, for the planner.
+        trace: the trace of decisions; None: there is none.
 
     Attributes:
         servers: the replicas.
-        dispatcher: the router, and what it sees.
-        scalers: what starts and stops replicas, for each pool.
-        refused: requests that the router turned away, with their time of arrival and why.
-        retried: how often a request was served again since its replica failed.
+        dispatcher: calls the router, and counts requests in flight.
+        scalers: start and stop replicas, one for each pool.
+        refused: requests that the router refused, with their time of arrival and the reason.
+        retried: how often a request was served again because its replica had failed.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Cluster:
         self.retried = 0
         self.servers = [self._server(number, start) for number, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
-        # Nobody listens where no router asks.
-        self._telling = self._connect(replicas, router, view)
-        # Whether what ends at one replica brings something about at another.
+        # Replicas report stores and evictions only to a router that uses hits.
+        self._reporting = self._connect(replicas, router, view)
+        # Whether the end of a step at one replica may cause an event at another.
         self._chained = False
         self._returns = 0
         # Of each replica that a planner starts and stops.
@@ -196,7 +196,7 @@ class Cluster:
             self._trace.flush(NEVER)
 
     def _handlers(self) -> dict[int, Callable[[Server, int], None]]:
-        """Return what handles the events of the heap."""
+        """Return the handlers of the events in the heap, by kind."""
         return {
             FAIL: self._fail,
             RETURN: self._return,
@@ -211,11 +211,11 @@ class Cluster:
         return view.wants_events and router.uses_hits
 
     def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
-        """Return what starts and stops the replicas of each pool."""
+        """Return the autoscaler of each pool."""
         return [Autoscaler(planner, self.servers, slo)]
 
     def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
-        """Return what routes to a replica, and how it sees that."""
+        """Return the dispatcher that routes to a replica, and the replica as that sees it."""
         return self.dispatcher, self.dispatcher.replicas[server.number]
 
     def _server(self, number: int, start: Start) -> Server:
@@ -237,7 +237,7 @@ class Cluster:
         return server
 
     def _ended(self, server: Server, request: Request, now: int) -> None:
-        """Called when a replica has ended a request: others of its session may come."""
+        """Called when a replica has ended a request, which its session may wait for."""
         del server
         self._arrivals.ended(request, now)
 
@@ -251,7 +251,7 @@ class Cluster:
             self._schedule(BEGIN, server, max(now * PS_PER_NS, server.loop.clock_ps))
 
     def _schedule(self, kind: int, server: Server, at_ps: int) -> None:
-        """Schedule the begin or end of a replica's turn; cancel what was scheduled for it."""
+        """Schedule the begin or end of a replica's turn; cancel its scheduled event, if any."""
         server.turn += 1
         now = at_ps // PS_PER_NS
         heappush(self._heap, (now, kind, at_ps, server.number, server.turn))
@@ -273,7 +273,7 @@ class Cluster:
         loop.wake(now)
         server.busy = loop.begin()
         if server.busy:
-            self._schedule(END, server, loop.due(self._horizon, telling=self._telling))
+            self._schedule(END, server, loop.due(self._horizon, reporting=self._reporting))
             return
         if server.draining is not None and not server.sent:
             self._stop(server, now)
@@ -285,7 +285,7 @@ class Cluster:
     def _horizon(self) -> int:
         """Return the time (ns) before which no request comes to any replica, nor a failure."""
         at = min(self._arrivals.next_at, self._fail_at)
-        # A request that ends may bring about the next of its session.
+        # The end of a request may cause the next one of its session.
         if self._heap and (self._chained or self._arrivals.following or self._returns):
             at = min(at, self._heap[0][0])
         return at
@@ -330,7 +330,7 @@ class Cluster:
         return self._now
 
     def _record(self, request: Request, now: int) -> None:
-        """Write REQUEST, and all lines before which no other can come any more."""
+        """Write REQUEST, and flush the lines that no later line can precede."""
         trace = self._trace
         assert trace is not None
         trace.request(request, now)
@@ -369,7 +369,7 @@ class Cluster:
             self._serve_again(server, request, now, arrival)
 
     def _serve_again(self, server: Server, request: Request, now: int, arrival: int) -> None:
-        """Send a request elsewhere that `server` has lost."""
+        """Route a request again that `server` has lost."""
         del server
         self.retried += 1
         self._route(request, now, arrival)
@@ -385,17 +385,17 @@ class Cluster:
             self._route(request, now, arrival)
 
     def _join(self, server: Server, now: int) -> None:
-        """Add a replica to those that are sent requests."""
+        """Make a replica available to its router."""
         dispatcher, replica = self._seen(server)
         server.up = True
         server.loop.wake(now)
         server.loop.rejoin(replica, self._clock)
-        if self._telling:
+        if self._reporting:
             dispatcher.view.connect(server.number, server.loop.cache)
         dispatcher.joined(replica, now)
 
     def _leave(self, server: Server, now: int) -> None:
-        """Remove a replica from those that are sent requests."""
+        """Make a replica unavailable to its router."""
         server.up = False
         dispatcher, replica = self._seen(server)
         dispatcher.left(replica, now)
@@ -404,7 +404,7 @@ class Cluster:
         heappush(self._heap, (at, PLAN, at * PS_PER_NS, 0, 0))
 
     def _plan(self, _: Server, now: int) -> None:
-        """PLAN: start and stop replicas as the planner wants it."""
+        """PLAN: start and stop replicas by the decision of the planner."""
         for change in [change for scaler in self.scalers for change in scaler.decide(now)]:
             server = self.servers[change.replica]
             if change.up:
@@ -417,7 +417,8 @@ class Cluster:
                 self._trace.leave(now, server.number)
             if not server.sent:
                 self._stop(server, now)
-        if self._arrivals.next_at < NEVER or any(server.sent for server in self.servers):
+        unserved = self._held or any(server.sent for server in self.servers)
+        if unserved or self._arrivals.next_at < NEVER:
             self._plan_at(now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:
@@ -439,7 +440,7 @@ class Cluster:
             heappush(self._heap, entry)
 
     def _check_failures(self) -> None:
-        """Raise InputError if a replica fails that there is not, or that is down already."""
+        """Raise InputError if a replica that fails does not exist, or is down already."""
         down: dict[int, int | None] = {}
         for failure in reversed(self._failures):
             if failure.replica >= len(self.servers):

@@ -7,10 +7,10 @@ blocks, and goes on at a replica of another:
     link                                 [ K/V of 1 ][ K/V of 2 ]---------------------
     decode              route -> blocks allocated, LOADING .................. | MOVED, decode
 
-Only full blocks that the decode replica lacks are moved, and the last one. Its K/V is there
-when the last of its transfers is; then the prefill replica lets go of its blocks, which stay
-cached there. A replica that is preempted for want of blocks while it decodes computes its
-text again by itself, as vLLM's decode instances do, so no decode ever waits for a prefill.
+Full blocks that the decode replica lacks are moved, and the last block. The K/V is complete
+when the last transfer has ended; then the prefill replica frees its blocks, which stay cached
+there. A request that is preempted while it decodes is computed again by its decode replica, as
+in vLLM's decode instances, so no decode ever waits for a prefill.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvcore.tiers.tier import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
 
 POOLS = ("prefill", "decode", "mixed")
-"""What replicas of a cluster with split phases do, in the order of their numbers."""
+"""The pools of a cluster with split phases, in the order of their replicas' numbers."""
 
 FULL = 0.9
-"""Share of its blocks in use from which on a replica is full, and another is borrowed."""
+"""Share of blocks in use from which on a replica counts as full, and another is borrowed."""
 
 
 def _rate(text: str) -> int:
@@ -68,11 +68,11 @@ class Split:
 
     Attributes:
         prefill, decode, mixed: replicas of each pool; they are numbered in this order.
-        bandwidth: bytes a second of the link out of each prefill replica, and of that into
-            each decode replica. A transfer holds both.
-        latency: ns from the end of a transfer to when its data can be used.
+        bandwidth: bytes a second of the link out of each prefill replica, and of the link
+            into each decode replica. A transfer holds both.
+        latency: ns from the end of a transfer until its data can be used.
         overlap: `layers`: K/V moves layer by layer while the rest is computed; `whole`: all
-            after the prefill.
+            K/V moves after the prefill.
         router: the router of the decode pool, as text.
         queue: prompt tokens that wait at every prefill replica from which on a replica of
             the mixed pool is borrowed.
@@ -138,7 +138,7 @@ class Split:
 
 
 REJECTED = "rejected"
-"""In place of why no replica decodes a request: the one that was to has rejected it."""
+"""The value of `Move.refused` if the decode replica itself has rejected the request."""
 
 
 class Borrow(Router):
@@ -163,19 +163,19 @@ class Move:
     Times are nanoseconds, -1 where there is none yet.
 
     Attributes:
-        request, arrival: the request, and when it came.
+        request, arrival: the request, and when it arrived.
         serial: order in which requests were routed.
-        source: where it is prefilled.
-        job: its job there, once that has begun.
-        held: whether that has its first token, and keeps its blocks.
-        target: where it decodes, once that is known.
-        there: its job there, once that has its blocks.
+        source: the replica that prefills it.
+        job: its job at `source`, once that has begun.
+        held: whether `job` has its first token, and keeps its blocks.
+        target: the replica that decodes it, once that is known.
+        there: its job at `target`, once that has its blocks.
         first, sent: block positions from which on and up to which K/V has been moved.
         opened: when `there` got its blocks.
-        ready: when what was sent can be used.
+        ready: when the K/V sent so far can be used.
         size: bytes moved.
         refused: why no replica decodes it; "" if one does.
-        over: whether it has gone on, or was given up.
+        over: whether the request decodes at `target`, or was abandoned.
     """
 
     request: Request
@@ -196,13 +196,13 @@ class Move:
 
 
 class PhaseLoop(ReplicaLoop):
-    """The loop of a replica that may hand requests over, or be handed them.
+    """The loop of a replica that hands requests over after their prefill, or receives them.
 
     Attributes:
-        phases: the cluster; set before it begins.
-        outgoing: requests that go on elsewhere after their prefill here, by id.
-        incoming: those that have been prefilled elsewhere, or are.
-        moved: those of them whose K/V has come since the last turn.
+        phases: the cluster; set before the first turn.
+        outgoing: requests that are decoded elsewhere after their prefill here, by id.
+        incoming: requests that are or were prefilled elsewhere, by id.
+        moved: incoming requests whose K/V has come since the last turn.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -267,7 +267,7 @@ class PhaseLoop(ReplicaLoop):
         return self.phases
 
     def _leaving(self) -> Iterator[tuple[Job, Move]]:
-        """Yield the jobs of this step that go on elsewhere."""
+        """Yield the jobs that prefill in this step and are decoded elsewhere."""
         if self.outgoing:
             for job, _ in self.batcher.chunks:
                 move = self.outgoing.get(job.request.id)
@@ -336,20 +336,20 @@ class PhaseCluster(Cluster):
 
     Args:
         split: the pools, and the links between them.
-        decode_router, decode_view: the router of the decode pool, and what it sees.
+        decode_router, decode_view: the router of the decode pool, and its view of the caches.
         block_bytes: bytes of a block in all layers.
-        layers: of the model.
-        others: as for `Cluster`; its router is that of the prefill pool.
+        layers: number of layers of the model.
+        arguments, options: those of `Cluster`, whose router is that of the prefill pool.
 
     Attributes:
-        pools: what routes to each pool, by its name.
-        links: of each replica: K/V out of it is read, K/V into it written.
-        transfers: what was moved.
+        pools: the dispatcher of each pool, by its name.
+        out, into: the links of each replica: K/V out of it is read, K/V into it written.
+        transfers: the transfers so far.
     """
 
     def __init__(
         self,
-        *args: Any,
+        *arguments: Any,
         split: Split,
         decode_router: Router,
         decode_view: PrefixView,
@@ -368,7 +368,7 @@ class PhaseCluster(Cluster):
         rate, seconds = split.bandwidth, split.latency / NS_PER_S
         self.out = [Link(rate, rate, seconds) for _ in range(split.replicas)]
         self.into = [Link(rate, rate, seconds) for _ in range(split.replicas)]
-        super().__init__(*args, **options)
+        super().__init__(*arguments, **options)
         self._chained = True
 
     def _handlers(self) -> dict[int, Callable[[Server, int], None]]:
@@ -385,7 +385,7 @@ class PhaseCluster(Cluster):
         return any(d.view.wants_events and d.router.uses_hits for d in self.pools.values())
 
     def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
-        """Return what starts and stops prefill and decode replicas; mixed ones are all up."""
+        """Return the autoscalers of the prefill and decode pools; mixed replicas are all up."""
         phases: tuple[Phase, Phase] = ("prefill", "decode")
         return [
             Autoscaler(
@@ -460,7 +460,7 @@ class PhaseCluster(Cluster):
         self._touch(server, now)
 
     def _send(self, move: Move, now: int) -> None:
-        """Send a request to a replica that decodes, which asks for its K/V when it has room."""
+        """Send a request to a decode replica, which requests its K/V when it has blocks."""
         self._now = now
         pool, mixed = self.pools["decode"], self.pools["mixed"]
         if mixed.up and all(each.usage >= FULL for each in pool.up):
@@ -480,7 +480,7 @@ class PhaseCluster(Cluster):
             self._give_up(move, now)
             return
         replica = self._replicas[move.target.number]
-        # Its prompt is not computed there.
+        # The prompt does not wait for a prefill there.
         pool.first_token(move.request, replica, now)
         target = move.target
         loop = _loop(target)
@@ -498,7 +498,7 @@ class PhaseCluster(Cluster):
                 self._refuse(move.request, now, move.arrival, move.refused)
 
     def _release(self, move: Move, now: int) -> None:
-        """Free the blocks that a prefill replica keeps for a request."""
+        """Free the blocks that the prefill replica keeps for a request."""
         _loop(move.source).release(move, now)
         del self._moves[move.request.id]
 
@@ -575,7 +575,7 @@ class PhaseCluster(Cluster):
             heappush(self._heap, (due, MOVED, due * PS_PER_NS, target.number, 0))
 
     def _moved(self, _: Server, now: int) -> None:
-        """MOVED: all K/V of a request is there; the prefill replica lets go of its blocks."""
+        """MOVED: all K/V of a request has come; the prefill replica frees its blocks."""
         while self._arriving and self._arriving[0][0] <= now:
             move = heappop(self._arriving)[2]
             job, target = move.job, move.target
@@ -602,9 +602,9 @@ class PhaseCluster(Cluster):
             rows.size.append(move.size)
 
     def _serve_again(self, server: Server, request: Request, now: int, arrival: int) -> None:
-        """Send a request elsewhere that `server` has lost.
+        """Route a request again that `server` has lost.
 
-        If that was to decode it and has no K/V yet, its prefill replica sends it to another.
+        If `server` was to decode it and has no K/V yet, another replica decodes it.
         """
         move = self._moves.get(request.id)
         if move is None:
@@ -624,7 +624,7 @@ class PhaseCluster(Cluster):
             super()._serve_again(server, request, now, arrival)
         else:
             self.retried += 1
-            # What is in the heap is of a transfer that ends nowhere.
+            # Events in the heap belong to the old move, which is over.
             self._serial += 1
             again = attrs.evolve(
                 move, serial=self._serial, target=None, there=None, ready=-1, opened=-1, size=0

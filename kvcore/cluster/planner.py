@@ -1,9 +1,9 @@
-"""Autoscaling: planners say how many replicas a pool should have, once an interval.
+"""Autoscaling: planners decide how many replicas a pool should have, once an interval.
 
-`throughput` divides what comes by what one replica can do within the SLO; `load` compares
-latencies, predicted from the load by a regression, with the SLO, and adds or removes one
-replica at a time. Both are told the hit ratio by the caches themselves, which a planner of a
-real deployment has to be given.
+`throughput` divides the load of the pool by the capacity of one replica within the SLO; `load`
+compares latencies, predicted from the load by a regression, with the SLO, and adds or removes
+one replica at a time. Hit ratios are those of the simulated caches; the planner of a real
+deployment needs them as input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 
 Phase = Literal["both", "prefill", "decode"]
-"""What the replicas of a pool do."""
+"""The work of the replicas of a pool."""
 
 LONGEST_S = INT64_LIMIT // NS_PER_S
 """Seconds up to the end of the clock."""
@@ -39,11 +39,12 @@ class Demand:
     Attributes:
         seconds: length of the interval.
         requests: requests that came.
-        prompt_tokens, output_tokens: their mean lengths; of those that ended, the output.
+        prompt_tokens: mean prompt of these.
+        output_tokens: mean output of the requests that ended.
         hit: share of the prompt tokens that hit.
-        load: tokens in flight on a replica, in the mean.
-        latency: seconds by which the pool is judged: TTFT of a pool that prefills, else TPOT,
-            in the mean; None: nobody has ended.
+        load: mean tokens in flight on a replica.
+        latency: mean TTFT in seconds of a pool that prefills, else mean TPOT; None: no
+            request has ended.
     """
 
     seconds: float
@@ -57,11 +58,11 @@ class Demand:
 
 @attrs.frozen
 class Profile:
-    """What one replica can do by its latency model, as a profile of an engine would show.
+    """The performance of one replica by its latency model, as a profile of an engine has it.
 
     Attributes:
         latency: its latency model.
-        tokens: that its pool holds.
+        tokens: tokens that its pool holds.
         max_seqs: sequences that it runs at a time.
     """
 
@@ -79,9 +80,9 @@ class Profile:
     def prefill_rps(self, tokens: float, ttft_s: float | None) -> float:
         """Return how many prompts of `tokens` tokens a second it serves within `ttft_s`.
 
-        A queue M/D/1 waits R D^2 / (2 (1 - R D)) in the mean: solved for R, where the prefill
-        and the wait take `ttft_s` together. A prefill that is longer by itself is not made
-        shorter by waiting less: the rate is then that at which it is always busy.
+        The mean wait of an M/D/1 queue is R D^2 / (2 (1 - R D)), solved for the rate R at
+        which prefill and wait take `ttft_s` together. If the prefill alone takes longer, no
+        rate is low enough: the rate is then that of a replica that is always busy.
         """
         took = self.prefill_s(tokens)
         if ttft_s is None or ttft_s <= took:
@@ -94,13 +95,13 @@ class Profile:
     ) -> float:
         """Return how many requests a second it decodes within `tpot_s`.
 
-        The largest batch whose step takes at most `tpot_s`, and which the pool holds.
+        The batch is the largest whose step takes at most `tpot_s`, and which the pool holds.
 
         Args:
-            context: tokens that a sequence attends to, in the mean.
-            output: tokens that it generates.
-            held: tokens that it holds in the end.
-            tpot_s: seconds a token may take; None: as many as the largest batch does.
+            context: mean number of tokens that a sequence attends to.
+            output: tokens that a sequence generates.
+            held: tokens that a sequence holds in the end.
+            tpot_s: seconds a token may take; None: as many as with the largest batch.
         """
         low, high = 1, max(min(self.max_seqs, int(self.tokens // max(held, 1))), 1)
         while low < high and tpot_s is not None:
@@ -125,7 +126,7 @@ class Planner(Plugin):
     """Decides how many replicas a pool has.
 
     Attributes:
-        least, most: replicas that there are at any time; `most` 0: as many as are given.
+        least, most: bounds of the number of replicas; `most` 0: all that are given.
         start: replicas that are up at the start; 0: `least`.
         interval: seconds between two decisions.
         start_up: seconds until a new replica serves, with an empty cache.
@@ -169,22 +170,25 @@ class Planner(Plugin):
         """Return how many replicas the pool should have from now on.
 
         Args:
-            demand: of the interval that has just ended.
-            replicas: that the pool has, those that start up included.
-            profile: what one of them can do.
-            slo: what the requests expect.
-            phase: what they do.
+            demand: the load of the interval that has just ended.
+            replicas: number of replicas of the pool, those that start up included.
+            profile: the performance of one of them.
+            slo: the SLO of the requests.
+            phase: the work of the replicas.
         """
 
 
 @attrs.define(eq=False, kw_only=True)
 class ThroughputPlanner(Planner):
-    """As many replicas as serve, at the rate of the last interval, within the SLO.
+    """Plans the replicas that serve the rate of the last interval within the SLO.
 
     A pool that prefills needs rate / prefill rate of one replica, for the part of prompts that
-    does not hit, and at least TTFT / SLO of TTFT replicas; one that decodes needs rate / decode
-    rate at a context of the prompt and half of the output. One that does both needs the sum:
-    a replica then spends its time on either.
+    does not hit, and at least prefill time / TTFT of the SLO; one that decodes needs rate /
+    decode rate at a context of the prompt and half of the output. One that does both needs
+    the sum: a replica then divides its time between both.
+
+    Options:
+        headroom: factor on the rate that is planned for.
 
     Source: the throughput mode of NVIDIA Dynamo's planner (core/throughput_scaling.py), whose
     rates come from a profile; here they are those of the latency model.
@@ -203,7 +207,7 @@ class ThroughputPlanner(Planner):
     def wanted(
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
-        """Return the rate over what one replica can do, times `headroom`, rounded up."""
+        """Return the rate over that of one replica, times `headroom`, rounded up."""
         del replicas
         if not demand.requests:
             return self.least
@@ -225,11 +229,15 @@ class ThroughputPlanner(Planner):
 
 @attrs.define(eq=False, kw_only=True)
 class LoadPlanner(Planner):
-    """Adds a replica when the latency at this load exceeds the SLO; removes one when it may.
+    """Adds a replica if the latency at this load exceeds the SLO; removes one if that is safe.
 
-    Latency is predicted from the tokens in flight on a replica by a straight line, the least
-    squares of the last `memory` intervals. One replica is removed if the line predicts, for
-    the load that the others then have, less than `margin` of the SLO.
+    Latency is predicted from the tokens in flight on a replica by a straight line, fitted by
+    least squares to the last `memory` intervals. One replica is removed if the line predicts,
+    for the load that the others then have, less than `margin` of the SLO.
+
+    Options:
+        memory: number of intervals that the line is fitted to.
+        margin: share of the SLO.
 
     Source: the load mode of NVIDIA Dynamo's planner (core/load_scaling.py): linear regression,
     one replica an interval.
@@ -251,7 +259,7 @@ class LoadPlanner(Planner):
     def wanted(
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
-        """Return one replica more or less, or as many as there are."""
+        """Return the present number of replicas, one more, or one less."""
         del profile
         limit_ns = slo.tpot_ns if phase == "decode" else slo.ttft_ns
         if demand.latency is None or limit_ns is None:
@@ -313,10 +321,10 @@ class Change:
     """A replica that a planner starts or stops.
 
     Attributes:
-        at: when it was decided, ns.
-        replica: its number.
+        at: time of the decision, ns.
+        replica: number of the replica.
         up: whether it starts; if not, it is sent no more requests, and stops when it has
-            ended those it has.
+            ended those in flight.
     """
 
     at: int
@@ -325,18 +333,18 @@ class Change:
 
 
 class Autoscaler:
-    """The replicas of a pool, as a planner wants them.
+    """Keeps the replicas of a pool at the number that a planner decides.
 
     Args:
         planner: the planner, not in use.
         servers: the replicas that may be up, by number.
-        slo: what the requests expect.
-        phase: what the replicas do.
+        slo: the SLO of the requests.
+        phase: the work of the replicas.
 
     Attributes:
         interval: ns between two decisions.
         start_up: ns until a replica that starts is up.
-        changes: what was decided, in order.
+        changes: the changes so far, in order.
         rented: ns for which replicas were paid for, start-up and drain included.
     """
 
@@ -358,7 +366,8 @@ class Autoscaler:
         self._servers = {server.number: server for server in servers}
         self._slo = slo or SLO()
         self._phase: Phase = phase
-        self._since = dict.fromkeys(sorted(self._servers)[: self.first], 0)
+        up = sorted(self._servers)[: planner.start or planner.least]
+        self._since = dict.fromkeys(up, 0)
         self._most = min(planner.most or len(servers), len(servers))
         self._calm_until = 0
         # Of this interval: requests, prompt tokens, hits and lookups before it, load.
@@ -366,12 +375,6 @@ class Autoscaler:
         self._in_flight = self._load = 0
         self._looked_up = 0, 0
         self._rows = {number: (server.loop, 0) for number, server in self._servers.items()}
-
-    @property
-    def first(self) -> int:
-        """The number of replicas that are up at the start."""
-        planner = self.planner
-        return min(planner.start or planner.least, len(self._servers))
 
     @property
     def numbers(self) -> list[int]:
@@ -419,7 +422,7 @@ class Autoscaler:
             if change.up:
                 self._since[change.replica] = now
             else:
-                # Paid for until it has ended its requests.
+                # It is paid for until it has ended its requests.
                 self._servers[change.replica].draining = self._since.pop(change.replica)
         if changes:
             self._calm_until = now + seconds_ns(self.planner.cool_down)
@@ -444,7 +447,7 @@ class Autoscaler:
         ]
 
     def _least(self) -> list[int]:
-        """Return the replicas that are up, those with the fewest requests first."""
+        """Return the replicas that are up by number of requests, the fewest first."""
         up = [number for number in self._since if self._servers[number].up]
         return sorted(up, key=lambda number: (len(self._servers[number].sent), -number))
 

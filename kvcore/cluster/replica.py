@@ -20,7 +20,7 @@ from kvcore.units import NS_PER_S, PS_PER_NS
 
 
 class Inbox(Arrivals):
-    """The requests that a router has sent to one replica, which are yet to be taken.
+    """The requests that a router has sent to one replica, and that it has not taken yet.
 
     Args:
         on_ended: called with each request that has ended here, and the time (ns).
@@ -37,7 +37,7 @@ class Inbox(Arrivals):
         self.next_at = self._sent[0][0]
 
     def remove(self, request: int | str) -> bool:
-        """Remove the request of that id; return whether it was there."""
+        """Remove the request of this id; return True if it was there."""
         left = [each for each in self._sent if each[2].id != request]
         found = len(left) < len(self._sent)
         self._sent = deque(left)
@@ -45,7 +45,7 @@ class Inbox(Arrivals):
         return found
 
     def ended(self, request: Request, now: int) -> None:
-        """Called when a request has ended; passes that on to the cluster."""
+        """Called when a request has ended; calls the cluster."""
         self._on_ended(request, now)
 
     def take_sent(self) -> tuple[int, int, Request]:
@@ -58,14 +58,15 @@ class Inbox(Arrivals):
 class ReplicaLoop(ServingLoop):
     """The serving loop of a replica; the cluster begins and ends its turns.
 
-    Attributes:
-        handed: rows of its log whose requests have gone on elsewhere.
-
     Args:
+        cache, scheduler, batching, slo: as for `ServingLoop`.
+        latency: gives the time of a step.
         on_first_token: called with each request whose first token comes, and the time (ns).
-        on_ended: called with each request that has ended.
-        cache, scheduler, latency, batching, slo: as for `ServingLoop`.
-        drafter: says how many drafts are accepted, in a `SpeculativeReplica`.
+        on_ended: called with each request that has ended, and the time (ns).
+        drafter: gives the number of accepted drafts, in a `SpeculativeReplica`.
+
+    Attributes:
+        handed: rows of its log whose requests are decoded by another replica.
     """
 
     def __init__(
@@ -91,16 +92,16 @@ class ReplicaLoop(ServingLoop):
         # The steps of a jump that has begun and is not run yet, and their times.
         self._ahead: tuple[int, StepTimes] | None = None
 
-    def due(self, horizon: Callable[[], int], *, telling: bool) -> int:
+    def due(self, horizon: Callable[[], int], *, reporting: bool) -> int:
         """Return when (ps) the turn that has begun ends, if no request comes before.
 
-        A jump over decode steps is not run before it ends, or a request comes (`interrupt`).
-        Only where its growth may preempt a job, or evict blocks of which it must be told
-        when they go, it is run at once, up to `horizon`.
+        A jump over decode steps is run when it ends, or when a request comes (`interrupt`).
+        If its growth may preempt a job, or evict blocks whose eviction must be reported at
+        its time, it is run at once, up to `horizon`.
 
         Args:
             horizon: returns the time (ns) before which nothing comes to this replica.
-            telling: whether evictions are told.
+            reporting: whether evictions are reported to a router.
         """
         if self.batcher.chunks or not self._jumps:
             self._computed = self._compute()
@@ -108,7 +109,7 @@ class ReplicaLoop(ServingLoop):
         lines, event = self._foreseen()
         event_ps = event * PS_PER_NS if event < NEVER else None
         steps, times = self.allocator.foresee(lines, self.clock_ps, event_ps)
-        if steps > 1 and self._growth(steps) > self._room(telling=telling):
+        if steps > 1 and self._growth(steps) > self._room(reporting=reporting):
             self._jumped = self._jump(horizon())
             return self.clock_ps + self._jumped[1]
         self._ahead = steps, times
@@ -131,7 +132,7 @@ class ReplicaLoop(ServingLoop):
     def break_off(self, now: int) -> None:
         """End the current turn at `now` (ns); no other follows."""
         self.interrupt(now)
-        # What was allocated for the batch as a whole is that of its sequences.
+        # Assign the blocks that were allocated for the batch as a whole to its sequences.
         for job in self.batch:
             self.allocator.settle(job)
 
@@ -147,19 +148,19 @@ class ReplicaLoop(ServingLoop):
         first = self.batch.steps.count + 1
         return self.batch.growth_between(first, first + steps - 1)
 
-    def _room(self, *, telling: bool) -> int:
+    def _room(self, *, reporting: bool) -> int:
         """Return the blocks that a jump may allocate without an event before its end."""
         cache = self._cache
-        # What a tier does with evicted blocks may take others.
-        if telling or cache.tiers:
+        # A tier that stores evicted blocks may use others for it.
+        if reporting or cache.tiers:
             return cache.pool.free_blocks
         return cache.available_blocks
 
     def receive(self, request: Request, now: int, arrival: int) -> None:
         """Enqueue a request sent at `now`, which came to the cluster at `arrival` (both ns).
 
-        What can never be served is rejected at once, whatever step is under way, so that
-        what follows it in its session does not come too late to be routed.
+        A request that can never be served is rejected at once, even during a step, so that
+        the next one of its session is not routed too late.
         """
         if self._unfit(request):
             self._arrive(request, now, arrival)
@@ -170,18 +171,6 @@ class ReplicaLoop(ServingLoop):
         """Move the clock of an idle loop to `now` (ns)."""
         if self.clock_ps < now * PS_PER_NS:
             self.clock_ps = now * PS_PER_NS
-
-    def idle_until(self) -> int:
-        """Return when (ns) an idle loop has something to do by itself, or NEVER."""
-        batcher = self.batcher
-        at = self.inbox.next_at
-        if self._unseen:
-            at = min(at, self._unseen[0][0])
-        if batcher.timers and batcher.waiting:
-            at = min(at, batcher.timers[0][0])
-        if batcher.loads:
-            at = min(at, batcher.loads[0][0])
-        return at
 
     def usage(self, now: int) -> float:
         """Return the share of the blocks that running requests hold at `now`, ns.
@@ -198,12 +187,11 @@ class ReplicaLoop(ServingLoop):
 
     def replica(self, number: int) -> Replica:
         """Return this replica as a router sees it."""
-        cache = self._cache
-        seats = self.batcher.batching.max_seqs
-        return Replica(number, cache.pool.blocks, cache.geometry.block_size, seats)
+        cache, max_seqs = self._cache, self.batcher.batching.max_seqs
+        return Replica(number, cache.pool.blocks, cache.geometry.block_size, max_seqs)
 
     def rejoin(self, replica: Replica, clock: Callable[[], int]) -> None:
-        """Connect `replica` to this loop, whose load is read at the time (ns) of `clock`."""
+        """Make `replica` read its load from this loop, at the time (ns) of `clock`."""
         replica.connect(lambda: self.usage(clock()), self._prefill_seconds)
 
     def _prefill_seconds(self, tokens: int, context: int) -> float:
@@ -227,14 +215,14 @@ class Server:
     """A replica of the cluster: its loop, and the loops it had before it failed.
 
     Attributes:
-        number: of the replica.
+        number: number of the replica.
         loop: the loop that serves now.
         lives: all loops so far, the present one last.
         sent: requests in flight, with their time of arrival, by id.
-        turn: which of its events in the heap holds; the others are outdated.
+        turn: the turn of its valid events in the heap; others are outdated.
         busy: whether a turn has begun.
         up: whether it is sent requests.
-        draining: it is sent no more, and stops: since when (ns) it was paid for.
+        draining: since when (ns) it was paid for, if it is to stop; else None.
     """
 
     def __init__(self, number: int, start: Callable[[], ReplicaLoop]) -> None:

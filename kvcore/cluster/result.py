@@ -29,10 +29,10 @@ def _column() -> array[int]:
 
 @attrs.frozen
 class Share:
-    """Balance of a quantity between replicas: 1 if all have the same.
+    """Balance of a quantity between replicas.
 
     Attributes:
-        most: what the replica with the most has, over the mean.
+        most: the largest amount over the mean: 1 if all are equal.
         variation: the coefficient of variation: standard deviation over the mean.
     """
 
@@ -41,7 +41,7 @@ class Share:
 
     @classmethod
     def of(cls, amounts: Sequence[float]) -> Share | None:
-        """Return how evenly `amounts` are; None if they are all 0."""
+        """Return the balance of `amounts`; None if they are all 0."""
         mean = sum(amounts) / len(amounts)
         if not mean:
             return None
@@ -54,11 +54,11 @@ class Transfers:
     """The K/V transfers, one row per request, in order of arrival.
 
     Attributes:
-        ids: of the requests.
-        source, target: replicas.
-        ended, opened, done: when its prefill had ended, when the decode replica had its
-            blocks, and when the K/V was there, ns.
-        blocks, reused, size: blocks moved, those that were there already, and bytes moved.
+        ids: ids of the requests.
+        source, target: replicas that prefill and decode.
+        ended, opened, done: when the prefill had ended, when the decode replica had allocated
+            the blocks, and when the K/V was there, ns.
+        blocks, reused, size: blocks moved, blocks that were there already, and bytes moved.
     """
 
     ids: list[int | str] = attrs.field(factory=list)
@@ -77,11 +77,11 @@ class Phases:
     """Results of split phases.
 
     Attributes:
-        split: how they were split, as text.
+        split: the split as text.
         pools: the replicas of each pool.
-        transfers: what was moved.
-        links: for how many ns each link was held: of a replica, `out` or `into` it.
-        moved_bytes: all bytes moved, those for requests that were lost then too.
+        transfers: the K/V transfers.
+        links: ns for which each link was in use, by `out N` or `into N` for replica N.
+        moved_bytes: all bytes moved, also for requests that were lost later.
     """
 
     split: str
@@ -93,20 +93,20 @@ class Phases:
 
 @attrs.frozen(slots=False, eq=False)
 class ClusterResult(Reported):
-    """The result of a cluster. What one server has too is called as in its `Result`.
+    """The result of a cluster. Fields that one server has too are named as in `Result`.
 
     Attributes:
         log: one row a request, in the order in which they ended.
-        replica: of each row: the replica that served it last; -1: no replica got it.
-        lives: of each replica the result of each of its lives: one more than its failures, or
-            than a planner has stopped it.
+        replica: by row, the replica that served the request last; -1: no replica got it.
+        lives: by replica, the result of each of its lives: it has one more life than it has
+            failed, or was stopped by a planner.
         router: the router.
-        retried: how often a request was served again since its replica failed.
+        retried: how often a request was served again because its replica had failed.
         wall_s: seconds the run took on this machine; all else is the same on every one.
-        changes: what a planner decided, in order.
-        rented_ns: for how long replicas were up, start up or end their last requests, in sum;
-            None: without a planner all are up.
-        phases: of split phases, the pools, and what was moved between them.
+        changes: the decisions of a planner, in order.
+        rented_ns: total time for which replicas were starting up, up, or ending their last
+            requests; None: without a planner all are up.
+        phases: the pools of split phases, and the transfers between them.
     """
 
     replica: Sequence[int]
@@ -134,9 +134,9 @@ class ClusterResult(Reported):
 
     @cached_property
     def offered_load(self) -> float | None:
-        """The seconds of work that came in a second, at least, by replica; None: unknown.
+        """The least seconds of work that arrived a second and replica; None: unknown.
 
-        Of one replica this is `offered_load`; of several, the mean over replicas and time.
+        For one replica this is `offered_load`; for several, the mean over replicas and time.
         """
         spans = [
             (each.offered_load, max(each.log.arrival) - min(each.log.arrival))
@@ -152,8 +152,8 @@ class ClusterResult(Reported):
     @cached_property
     def saturation(self) -> Saturation | None:
         """Whether requests queued up for as long as they came; None if that is unknown."""
-        seats = sum(lives[-1].batching.max_seqs for lives in self.lives)
-        return saturation_of(self.log, seats, self.offered_load)
+        max_seqs = sum(lives[-1].batching.max_seqs for lives in self.lives)
+        return saturation_of(self.log, max_seqs, self.offered_load)
 
     @cached_property
     def hit_ratio(self) -> HitRatio:
@@ -167,7 +167,7 @@ class ClusterResult(Reported):
 
     @property
     def replica_s(self) -> float:
-        """Seconds for which replicas were paid for, in sum."""
+        """Total seconds for which replicas were paid for."""
         if self.rented_ns is not None:
             return self.rented_ns / NS_PER_S
         return len(self.lives) * self.simulated_s
@@ -257,7 +257,7 @@ class ClusterResult(Reported):
             "requests": self.served[number],
             "busy": self.busy_s[number] / span if span else None,
             "steps": sum(each.log.steps for each in lives),
-            # A planner ends lives too, and no replica fails beside it.
+            # A planner ends lives too, and beside one no replica fails.
             "failures": len(lives) - 1 if self.rented_ns is None else 0,
             "ttft_s": self._mean_ttft_s[number],
             "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
@@ -289,17 +289,18 @@ def merge_logs(
     """Return the rows of all replicas in one log, by when they ended, and their replicas.
 
     Args:
-        logs: each with the number of its replica, and the rows that are not of its own.
-        cluster: for the requests that its router turned away.
-        slo: what is expected for requests that bring no SLO of their own.
+        logs: each with the number of its replica, and the rows to leave out, whose requests
+            are in the log of another replica.
+        cluster: has the requests that its router refused.
+        slo: the SLO of requests without one of their own.
     """
     turned_away = RunLog(0, slo)
     for arrival, request, why in cluster.refused:
         job = Job(request, 0, arrival, DecodeSteps(), 0, request.slo or slo)
         turned_away.rejected(job, why)
     logs = [*logs, (-1, turned_away, ())]
-    # The rows of one log after those of another, each by its time as one integer: tuples
-    # would take four times the memory.
+    # Rows are numbered over all logs. Each is sorted as one integer of its time and number:
+    # tuples would take four times the memory.
     starts = list(accumulate((len(log.ids) for _, log, _ in logs), initial=0))
     order = sorted(
         (end << _ROW_BITS) + start + row

@@ -24,22 +24,22 @@ from kvcore.request import Request
 class Replica:
     """A replica as its router sees it: its options, requests in flight, and reports.
 
-    A router on the way of requests and answers counts these itself; only `usage` is a figure
-    that the server has to tell. Routers read; what keeps the counts writes, except `data`.
+    A router counts requests and answers that pass through it; only `usage` is reported by the
+    server. Routers read these fields, and write only `data`.
 
     Attributes:
         number: from 0 on; its name in traces.
-        blocks, block_size: its pool, and the tokens in a block.
+        blocks, block_size: blocks of its pool, and tokens in a block.
         max_seqs: sequences that it runs at a time.
         up: whether it can be sent requests.
         requests: requests in flight: sent to it, and not ended.
-        waiting: those of them that have no first token yet.
-        waiting_tokens: prompt tokens of these that were not expected to hit.
-        prompt_tokens: prompt tokens of all in flight.
-        prompt_blocks: blocks that these prompts fill, shared ones counted for each.
+        waiting: requests in flight without a first token.
+        waiting_tokens: prompt tokens of the waiting requests that were not expected to hit.
+        prompt_tokens: prompt tokens of all requests in flight.
+        prompt_blocks: blocks that these prompts fill; shared ones count for each request.
         routed: requests that were ever sent to it.
-        data: the router's own.
-        hit_tokens: tokens of the prompt that is routed now whose K/V it is thought to have.
+        data: for the router's own use.
+        hit_tokens: tokens of the prompt that is routed now that are expected to hit there.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Replica:
         usage: Callable[[], float],
         prefill_seconds: Callable[[int, int], float] | None = None,
     ) -> None:
-        """Set where `usage` and `prefill_seconds` are taken from."""
+        """Set the sources of `usage` and `prefill_seconds`."""
         self._usage, self._seconds = usage, prefill_seconds
 
     @property
@@ -74,9 +74,9 @@ class Replica:
         return self._usage()
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
-        """Return the time to prefill `tokens` tokens after `context` others, by itself.
+        """Return the time to prefill `tokens` tokens after `context` others, by themselves.
 
-        As measured, or fitted, before: of a simulated replica, what its latency model says.
+        For a simulated replica it is that of its latency model; 0 if nothing is known.
         """
         return 0.0 if self._seconds is None else self._seconds(tokens, context)
 
@@ -84,12 +84,12 @@ class Replica:
 class Router(Plugin):
     """Decides which replica serves a request.
 
-    The easy tier is one method, `cost`: the replica with the least goes. The full tier
-    overrides `route`. Neither is told what the future brings: not how long the output of a
-    request becomes (but for its prediction), nor what comes next.
+    The easy tier is one method, `cost`: the replica with the lowest cost gets the request.
+    The full tier overrides `route`. A router must not use the future: the length of an output
+    (its prediction is allowed), or later requests.
 
     Attributes:
-        uses_hits: whether `hit_tokens` of replicas is read. If not, nobody looks it up.
+        uses_hits: whether `hit_tokens` of replicas is read. If not, it is not looked up.
     """
 
     kind: ClassVar[str] = "router"
@@ -98,24 +98,24 @@ class Router(Plugin):
     def cost(self, request: Request, replica: Replica) -> float:
         """Return the cost of sending `request` to `replica`; the lowest cost wins.
 
-        Among equals the one with the fewest requests in flight goes, then the one with the
-        fewest ever sent, then the first.
+        Of equal ones the replica with the fewest requests in flight wins, then the one with
+        the fewest ever sent, then the first.
         """
         raise NotImplementedError
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica | None:
-        """Return the replica that serves `request`; None turns the request away.
+        """Return the replica that serves `request`; None refuses the request.
 
         Args:
             request: the request that has arrived.
-            replicas: those that are up, by number; at least one.
+            replicas: the replicas to choose from, by number; at least one.
             now: the time, ns.
         """
         del now
         costs = [self.cost(request, each) for each in replicas]
         question = f"cost() of request {request.id!r}"
         try:
-            # A sum is not a number where a cost is none; or where infinite ones cancel.
+            # The sum is NaN if a cost is, and also if infinite costs cancel.
             has_nan = isnan(sum(costs)) and any(map(isnan, costs))
         except TypeError as error:
             hint = "is a `return` missing?" if None in costs else "give numbers"
@@ -128,7 +128,7 @@ class Router(Plugin):
         )[1]
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
-        """Called when `request` was sent to `replica`, and is in its counts."""
+        """Called when `request` was sent to `replica`, whose counts include it."""
 
     def on_first_token(self, request: Request, replica: Replica, now: int) -> None:
         """Called when the first token of `request` comes back."""
@@ -144,10 +144,10 @@ class Router(Plugin):
 
 
 class PrefixView:
-    """What the router believes each replica has cached; this base class knows nothing.
+    """A router's view of the caches of replicas; that of this base class is empty.
 
     Attributes:
-        wants_events: whether replicas must tell what they store and evict, when they do.
+        wants_events: whether replicas must report blocks when they store or evict them.
     """
 
     wants_events: ClassVar[bool] = False
@@ -156,7 +156,7 @@ class PrefixView:
         """Called when a simulated replica is up, with its cache, which is empty."""
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
-        """Return the tokens of the prompt that each replica is thought to have, if any."""
+        """Return the prompt tokens expected to hit, by replica; without any it is left out."""
         del request, now
         return {}
 
@@ -170,12 +170,12 @@ class PrefixView:
 class Dispatcher:
     """Calls a router, checks its answers, and keeps the counts of replicas.
 
-    It stands between clients and servers, simulated or real.
+    The servers may be simulated or real.
 
     Args:
         router: the router, not in use.
         replicas: all replicas, by number; none is up yet.
-        view: what is thought to be cached where.
+        view: the view of their caches.
 
     Attributes:
         up: the replicas that are up, by number.
@@ -194,15 +194,15 @@ class Dispatcher:
         self._sent: dict[int | str, int] = {}
 
     def route(self, request: Request, now: int, tried: Collection[int] = ()) -> Replica | None:
-        """Return where the router sends `request`, which is counted; None: it is refused.
+        """Return the replica that the router picks, and count the request; None: refused.
 
         Args:
-            request: not in flight.
+            request: a request that is not in flight.
             now: the time, ns.
-            tried: numbers of replicas that are not to be asked, though they may be up.
+            tried: numbers of replicas to leave out, though they may be up.
 
         Raises:
-            PolicyError: the router failed, or answered with something else.
+            PolicyError: the router failed, or returned anything but one of the replicas.
         """
         router, up = self.router, self.up
         if tried:
@@ -293,4 +293,4 @@ class Dispatcher:
 
 
 _STARTED = -1
-"""In place of a number of tokens: the first token of the request has come."""
+"""A mark in place of a number of tokens: the first token of the request has come."""

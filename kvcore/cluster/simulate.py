@@ -1,4 +1,4 @@
-"""Simulate a cluster: what several servers would do with a workload, and a router."""
+"""Simulate a cluster: several servers that serve a workload, and a router."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def simulate_cluster(
 ) -> ClusterResult:
     """Serve `workload` with several replicas, in the time that latency models give.
 
-    Costs what its replicas would cost alone, and some microseconds a request for the router.
+    Costs as much as its replicas would alone, and some microseconds a request for the router.
 
     Args:
         workload: a workload, or any requests in order of arrival.
-        replicas: build the parts of each replica, anew after each failure.
+        replicas: build the parts of each replica, at the start and after each failure.
         router: picks the replica of a request.
-        view: what the router thinks is cached where.
-        slo: what is expected for requests that bring no SLO of their own.
-        rate_scale: how many times as fast open-loop requests arrive.
+        view: the router's view of the caches.
+        slo: the SLO of requests without one of their own.
+        rate_scale: factor on the rate at which open-loop requests arrive.
         failures: replicas that fail, and return.
         planner: starts and stops replicas; None: all are up.
-        phases: what `PhaseCluster` is given besides; None: each replica does all.
+        phases: further arguments of `PhaseCluster`; None: each replica does all.
         residency: whether to measure how long blocks rest.
-        trace: where every decision is written.
+        trace: the trace of all decisions.
         header: more fields for the header of the trace.
 
     Raises:
@@ -167,7 +167,7 @@ def simulate_cluster(
 
 
 def _rented(cluster: Cluster) -> int:
-    """Return the total time in ns that replicas were up; without a planner, until the end."""
+    """Return the total ns for which replicas were paid for; those without a planner always."""
     scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
     end = max(server.loop.clock_ps for server in cluster.servers) // PS_PER_NS
     always = sum(server.number not in scaled for server in cluster.servers)

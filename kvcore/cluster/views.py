@@ -1,4 +1,4 @@
-"""Prefix views of routers: an index of what was sent, delayed events, or the true content.
+"""Prefix views of routers: an index of sent prompts, delayed events, or the true content.
 
 Times are nanoseconds, of whatever clock: views serve simulated clusters and real proxies.
 """
@@ -28,17 +28,17 @@ from kvcore.units import NS_PER_S, parse_seconds, parse_whole
 class Holders:
     """The replicas that hold the blocks of each key.
 
-    A replica that holds a key holds those before it in the prompt, for keys are chained and
+    A replica that holds a key holds those before it in the prompt, since keys are chained and
     caches evict from the tail. So the holders of a prompt's keys shrink from one key to the
     next, and bisection finds where: a lookup costs O(holders · log keys), whatever the number
     of replicas that hold nothing. A key costs one entry; the set of its holders is the bits
-    of an integer, shared by all keys that have one holder.
+    of an integer, shared by all keys with the same single holder.
     """
 
     __slots__ = ("_bits", "_masks")
 
     def __init__(self) -> None:
-        """Hold nothing."""
+        """Create an empty index."""
         self._masks: dict[Key, int] = {}
         self._bits: dict[int, int] = {}
 
@@ -68,7 +68,7 @@ class Holders:
         self.discard(replica, [key for key, mask in self._masks.items() if mask & bit])
 
     def find(self, keys: Keys[Key], size: int, most: int) -> dict[int, int]:
-        """Return how much of a prompt each holder has: `size` for each key, at most `most`."""
+        """Return the tokens of a prompt by holder: `size` for each key, at most `most`."""
         get, end = self._masks.get, len(keys)
         found: dict[int, int] = {}
         low, held = 0, get(keys[0], 0) if keys else 0
@@ -102,18 +102,18 @@ _AT_LEAST_1: Any = optional(ge(1))
 
 @attrs.define(eq=False, on_setattr=attrs.setters.NO_OP)
 class SentIndex(PrefixView):
-    """The router's own index: a prompt is cached where it was sent, for some time.
+    """The router's own index: a prompt is taken to be cached where it was sent, for some time.
 
-    What was sent lasts for `ttl` after it was sent there last. Of too many entries those
-    that were sent longest ago go. Cost: O(new keys) to remember a prompt and to forget it, at
-    C's speed O(keys) to keep it. Memory is that of what lasts.
+    An entry lasts for `ttl` after its key was last sent to its replica. Above `blocks`
+    entries the oldest are removed. Cost: O(new keys) to add a prompt and to remove it, and
+    O(keys) in C to refresh it. Memory: O(entries).
 
     Attributes:
         ttl: nanoseconds for which an entry lasts; None: for ever.
         blocks: entries at most, one for each key and replica; None: any number.
 
     Source: the approximate mode of NVIDIA Dynamo's router (lib/kv-router), which assumes that
-    what it has sent is cached for 120 s, and knows nothing of what servers evict.
+    a prompt is cached for 120 s after it was sent, and does not follow evictions.
     """
 
     ttl: int | None = attrs.field(default=120 * NS_PER_S, validator=_AT_LEAST_1)
@@ -121,7 +121,7 @@ class SentIndex(PrefixView):
     _holders: Holders = attrs.field(factory=Holders, init=False)
     # By replica, the serial of the last prompt with a key: it never grows along a prompt.
     _last: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
-    # What was sent, oldest first, by replica and last key: when, its serial, its keys.
+    # Sent prompts, oldest first, by replica and last key: when, serial, keys.
     _sent: OrderedDict[tuple[int, Key], tuple[int, int, Keys[Key]]] = attrs.field(
         factory=OrderedDict, init=False
     )
@@ -133,12 +133,12 @@ class SentIndex(PrefixView):
         return self._entries
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
-        """Return the tokens of the prompt that each replica is thought to have."""
+        """Return the tokens of the prompt that have entries, by replica."""
         self._expire(now)
         return self._holders.find(request.keys, request.key_tokens, request.prompt_tokens)
 
     def sent(self, request: Request, replica: int, now: int) -> None:
-        """Remember that the prompt is cached there."""
+        """Add the prompt for `replica`, or refresh it."""
         keys = request.keys if self.blocks is None else request.keys[: self.blocks]
         if not keys:
             return
@@ -163,7 +163,7 @@ class SentIndex(PrefixView):
             del self._sent[place]
 
     def _expire(self, now: int) -> None:
-        """Remove what was sent `ttl` ago or earlier."""
+        """Remove entries that were sent `ttl` ago or earlier."""
         sent = self._sent
         while self.ttl is not None and sent:
             at, _, _ = next(iter(sent.values()))
@@ -279,32 +279,38 @@ _Record: TypeAlias = Callable[..., None]
 
 @attrs.define(eq=False)
 class _Place:
-    """One life of a replica that reports what it stores and evicts.
+    """One life of a replica that reports the blocks that it stores and evicts.
 
-    It hears of that from the tree of its cache, and passes it on to the tiers below.
+    It watches the tree of its cache, and calls the watcher that was there before.
+
+    Attributes:
+        replica: number of the replica.
+        size: the index of its block size.
+        report: records an event, at once or after the delay.
+        below: the watcher of the tree before this one: the tiers.
     """
 
     replica: int
     size: _Size
-    tell: Callable[..., None]
+    report: Callable[..., None]
     below: Watcher | None = None
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when the last `blocks` blocks of `span` were stored."""
         keys, end, ratio = span.path_keys, span.end, span.geometry.ratio
-        self.tell(self, now, _Size.store, keys, end - blocks, end, ratio)
+        self.report(self, now, _Size.store, keys, end - blocks, end, ratio)
         if self.below is not None:
             self.below.stored(span, blocks, now)
 
     def hit(self, span: Span, now: int) -> None:
-        """Called when another request has hit `span`; only tiers are told."""
+        """Called when another request has hit `span`; this concerns tiers alone."""
         if self.below is not None:
             self.below.hit(span, now)
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to leave."""
         keys, end, ratio = span.path_keys, span.end, span.geometry.ratio
-        self.tell(self, now, _Size.remove, keys, end - blocks, end, ratio)
+        self.report(self, now, _Size.remove, keys, end - blocks, end, ratio)
         if self.below is not None:
             self.below.leaving(span, blocks, now, reason)
 
@@ -323,7 +329,7 @@ class EventsView(PrefixView):
     delay: int = attrs.field(default=0, validator=ge(0))
     _sizes: dict[int | None, _Size] = attrs.field(factory=dict, init=False)
     _places: dict[int, _Place] = attrs.field(factory=dict, init=False)
-    # When it was told, its serial, who told it, what records it, and of which blocks.
+    # Events: the time, a serial, the life of a replica, the function that records it, blocks.
     _coming: list[tuple[int, int, _Place, _Record, Any, Any, Any, Any]] = attrs.field(
         factory=list, init=False
     )
@@ -332,7 +338,7 @@ class EventsView(PrefixView):
     wants_events = True
 
     def connect(self, replica: int, cache: KVCache) -> None:
-        """Subscribe to what `cache`, which is empty, stores and evicts."""
+        """Subscribe to the stores and evictions of `cache`, which is empty."""
         layout, tree = cache.geometry, cache.tree
         place = self._place(replica, layout.block_size, layout)
         place.below, tree.watcher = tree.watcher, place
@@ -354,14 +360,14 @@ class EventsView(PrefixView):
 
     def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica reports the blocks of `keys` as stored."""
-        self._told(replica, now, _Size.store, keys)
+        self._reported(replica, now, _Size.store, keys)
 
     def removed(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica reports the blocks of `keys` as removed."""
-        self._told(replica, now, _Size.remove, keys)
+        self._reported(replica, now, _Size.remove, keys)
 
     def lost(self, replica: int, now: int) -> None:
-        """Remove what a replica held; its events still under way are dropped on arrival."""
+        """Remove the blocks of a replica; its delayed events are dropped on arrival."""
         del now
         place = self._places.pop(replica, None)
         if place is not None:
@@ -370,12 +376,12 @@ class EventsView(PrefixView):
     def _place(self, replica: int, size: int | None, layout: BlockLayout | None) -> _Place:
         """Return a new life of a replica, with blocks of `size` tokens."""
         blocks = self._sizes.setdefault(size, _Size(layout))
-        # A simulated cluster routes nothing before all that came before has been told.
-        tell = self._expect if self.delay else self._record
-        place = self._places[replica] = _Place(replica, blocks, tell)
+        # In a simulated cluster all earlier events are reported before a request is routed.
+        report = self._expect if self.delay else self._record
+        place = self._places[replica] = _Place(replica, blocks, report)
         return place
 
-    def _told(self, replica: int, now: int, record: _Record, keys: Keys[Key]) -> None:
+    def _reported(self, replica: int, now: int, record: _Record, keys: Keys[Key]) -> None:
         if keys:
             place = self._places.get(replica) or self._place(replica, None, None)
             self._expect(place, now, record, keys, 0, len(keys), 1)
@@ -386,7 +392,7 @@ class EventsView(PrefixView):
         heappush(self._coming, (at, self._serial, place, record, *blocks))
 
     def _record(self, place: _Place, at: int, record: _Record, *blocks: Any) -> None:
-        """Record what a replica has told, unless it has lost that."""
+        """Record an event, unless its replica has lost its K/V since."""
         del at
         if self._places.get(place.replica) is place:
             record(place.size, place.replica, *blocks)
@@ -398,7 +404,7 @@ class EventsView(PrefixView):
 
 @attrs.define(eq=False)
 class ExactView(PrefixView):
-    """The current content of each cache, which no real router can know. O(replicas)."""
+    """The current content of each cache, which no real router has. O(replicas)."""
 
     _caches: dict[int, KVCache] = attrs.field(factory=dict, init=False)
 
@@ -440,7 +446,7 @@ VIEWS: dict[str, tuple[type[PrefixView], dict[str, Callable[[str], int | None]]]
     "events": (EventsView, {"delay": parse_seconds}),
     "exact": (ExactView, {}),
 }
-"""The views by name, with what reads each of their options."""
+"""The views by name, with the reader of each of their options."""
 
 
 def parse_view(text: str) -> PrefixView:

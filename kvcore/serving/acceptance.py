@@ -1,8 +1,8 @@
-"""Files of measured acceptance: what became of the drafts of a run on tensors.
+"""Files of measured acceptance: the drafts of a run on tensors, and how many were accepted.
 
-JSON lines: the first has the shares of drafts that were accepted by position (of those whose
-turn came), each other one a step of a request: the output tokens it had (`output`), how many
-drafts followed these, and how many of them were accepted.
+JSON lines. The first has, by position, the share of the drafts that were accepted, of those
+after accepted ones. Each other line is a step of a request: the number of output tokens that
+it had (`output`), of drafts after these, and of drafts that were accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_acceptance(
     """Write measured acceptance.
 
     Raises:
-        StorageError: the disk refused what was written.
+        StorageError: the disk refused a write.
     """
     with atomic_file(Path(path)) as lines:
         head = orjson.dumps({"acceptance": list(probabilities)})
@@ -50,7 +50,7 @@ def read_acceptance(
         shares = [float(share) for share in orjson.loads(head)["acceptance"]]
         sound = all(0 <= share <= 1 for share in shares)
         steps = {}
-        for number, line in enumerate(lines, 2):  # noqa: B007 - told in the error
+        for number, line in enumerate(lines, 2):  # noqa: B007 - for the error
             step = orjson.loads(line)
             drafts, accepted = step["drafts"], step["accepted"]
             sound = sound and type(drafts) is int and 0 <= accepted <= drafts

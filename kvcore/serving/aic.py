@@ -30,7 +30,7 @@ SYSTEMS = {
     "l4": "l4",
     "l40s": "l40s",
 }
-"""GPUs of the catalogue, and what AIConfigurator calls them."""
+"""GPUs of the catalogue, and their names in AIConfigurator."""
 
 MODELS = {
     "deepseek-r1": "deepseek-ai/DeepSeek-R1",
@@ -67,12 +67,12 @@ def compose_steps(deployment: Deployment) -> StepGrid:
     Mixed steps are composed at each point. Takes some seconds, most to compile the model.
 
     Args:
-        deployment: `model` and `device` are names of the catalogue, or what AIConfigurator
-            calls them: of Hugging Face, such as `Qwen/Qwen3-32B`, and such as `gb200`.
+        deployment: `model` and `device` are names of the catalogue, or of AIConfigurator: a
+            model of Hugging Face such as `Qwen/Qwen3-32B`, a device such as `gb200`.
 
     Raises:
         PluginError: aiconfigurator-core or SciPy is not installed.
-        InputError: AIConfigurator does not have the deployment: says what it has.
+        InputError: AIConfigurator does not have the deployment; the error lists what it has.
     """
     engine = compile_engine(deployment)
     import numpy as np  # noqa: PLC0415 - not without the extra `lab`
@@ -175,7 +175,7 @@ def compile_engine(deployment: Deployment) -> Any:
             engine.predict_prefill_latency(1, _SHORT, 0)
             engine.decode_step_latency(1, _SHORT, 2)
             engine.mixed_step_latency(_SHORT, 1, _SHORT, 2)
-        except Exception as error:  # noqa: BLE001 - it raises what its parts raise
+        except Exception as error:  # noqa: BLE001 - it raises any exception
             problem = str(error).split("\n", maxsplit=1)[0]
         else:
             return engine

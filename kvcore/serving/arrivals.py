@@ -21,12 +21,12 @@ class Arrivals:
     """The requests of a workload in the order in which they arrive.
 
     Open-loop requests are read as their time comes: memory holds one. A request that comes
-    `after` another is sent `think` after that one's end, whatever time was recorded for it;
-    from the first request of a session on, the rest of the workload is read at once, since
-    a session may run ahead of its recording.
+    `after` another is sent its `think_time` after the end of that one, whatever time was
+    recorded for it. From the first request of a session on, the rest of the workload is read
+    at once, since a session may run ahead of its recording.
 
-    With `prefetches` more open-loop requests are read: all that come within the longest
-    `prefetch` hint so far after the next one, so that it is known in time whom to load for.
+    With `prefetches` more open-loop requests are read: all that arrive within the longest
+    `prefetch` hint so far after the next one, so that each prefetch is known in time.
 
     Args:
         requests: the workload.
@@ -34,14 +34,14 @@ class Arrivals:
         prefetches: whether hints for prefetches are collected.
 
     Attributes:
-        next_at: when (ns) the next request arrives that is known of, or NEVER.
-        prefetch_at: when (ns) the next prefetch is due that is known of, or NEVER.
+        next_at: when (ns) the next of the known requests arrives, or NEVER.
+        prefetch_at: when (ns) the next of the known prefetches is due, or NEVER.
         following: requests that wait for the end of another one, with their place in the
-            workload, by the id of the other one.
+            workload, by the id of that one.
 
     Raises:
-        InputError: a rate that is not positive; while reading: an arrival before the one
-            before it or before 0, an id for the second time.
+        InputError: the rate is not positive. While reading: a request arrives before its
+            predecessor or before 0, or an id comes for the second time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Arrivals:
         self._scaled = rate_scale != 1
         self._requests = iter(requests)
         self._session_of: dict[int | str, str | None] = {}
-        # Most workloads number their requests. These numbers came, and are of no session.
+        # Most workloads number their requests: these numbers were read, without a session.
         self._first_number = self._next_number = self._came = 0
         self._last = 0
         self._closed = False

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST: Final = 4096
-"""Tokens still to be generated that an admission counts of one request at most."""
+"""The most tokens yet to be generated that `_headroom` counts for one request."""
 
 
 _PATIENCE: Final = 100
@@ -48,16 +48,18 @@ class Batcher:
         waiting: waiting jobs, in scheduler order.
         running: running jobs, in order of admission; at most `max_seqs`.
         paused: jobs off the batch that keep their blocks; they are in `waiting` too.
-        chunks: what the next step prefills: jobs and tokens.
+        chunks: the jobs that prefill in the next step, with their numbers of tokens.
         changed: whether anything has happened since the last plan.
-        timers: when (ns) priorities of waiting jobs change by themselves, a heap.
-        loads: when (ns) loads from tiers are done, and of which jobs, a heap; None: of a
-            request that is yet to come, before those of jobs.
+        timers: a heap of the times (ns) at which priorities of waiting jobs change by
+            themselves.
+        loads: a heap of the times (ns) at which loads from tiers end, with their jobs. The
+            job is None for a prefetch, whose request has not arrived; these go first.
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last new token: many are a livelock.
-        moved: asked of each job that has its blocks whether its K/V comes from another
-            server, as it does then; None: of none.
-        batching, server: as given.
+        moved: called with each job that was given its blocks; returns True if its K/V comes
+            from another server. None: that never happens.
+        batching: the limits of a step.
+        server: hits and times of service, for the scheduler.
     """
 
     # More attributes than CPython keeps in fast instance dictionaries.
@@ -88,7 +90,7 @@ class Batcher:
             batching: the limits of a step.
             batch: the jobs that decode.
             allocator: the blocks of all jobs.
-            server: what `plan` of the scheduler may ask.
+            server: hits and times of service, for `plan` of the scheduler.
         """
         levels = () if cache.tiers is None else cache.tiers.levels
         policies = [level.tree.eviction for level in levels]
@@ -114,7 +116,7 @@ class Batcher:
         self._mixed = batching.steps == "mixed"
         self._admits_after_preemption = batching.admit_after_preemption
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
-        # What a load brings from a tier, or a transfer from another server, needs its blocks.
+        # K/V from a tier or from another server needs all its blocks at once.
         self._whole = batching.reserve == "prompt" or cache.tiers is not None
         self._publishes = batching.commit == "scheduled"
         self._unpublished: list[tuple[Job, int]] = []
@@ -149,9 +151,9 @@ class Batcher:
         self.changed = True
 
     def prefetch(self, request: Request, now: int, arrival: int) -> None:
-        """Start to load what tiers have of `request`, which arrives at `arrival` (ns).
+        """Start to load blocks of `request`, which arrives at `arrival` (ns), from tiers.
 
-        Blocks for which running jobs have the watermark are left to them.
+        The blocks of the watermark are left to running jobs.
         """
         if self._tiers is not None:
             load = self._tiers.prefetch(
@@ -161,7 +163,7 @@ class Batcher:
                 heappush(self.loads, (load.ready, -load.seq.id, None, load))
 
     def plan(self, now: int) -> bool:
-        """Allocate what the next decode step needs, and fill `chunks` with its prefill.
+        """Allocate blocks for the next decode step, and fill `chunks` with its prefill.
 
         Return True if anything but growth has happened since the last plan.
         """
@@ -172,8 +174,8 @@ class Batcher:
         while loads and loads[0][0] <= now:
             _, _, job, load = heappop(loads)
             self._loaded(job, load, now)
-        # The running go before the waiting: first the blocks of the next decode step, then
-        # admissions. Where prefill goes first it is the other way round, without prefill.
+        # Running jobs go before waiting ones: first the blocks of the next decode step, then
+        # admissions. Where prefill goes first, a step decodes only if it has no prefill.
         retry = False
         if self._mixed:
             self._grow(now)
@@ -182,11 +184,11 @@ class Batcher:
         if not (self._mixed or self.chunks):
             self._grow(now)
         if self._victims:
-            # Who was not asked because of them is asked after the next step.
+            # Jobs that were not offered a slot because of them are after the next step.
             retry = not self._admits_after_preemption
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
-                # All that ran were preempted: start again, with the blocks they gave up.
+                # All running jobs were preempted: admit again, with the freed blocks.
                 self._allocator.allocated_until = self._steps.count + self._mixed
                 self._admit(now)
                 if not (self._mixed or self.chunks):
@@ -213,9 +215,9 @@ class Batcher:
         job.stage = DONE
 
     def finish(self, job: Job, now: int, *, complete: bool = True) -> None:
-        """FINISH: give back the slot and the blocks of `job`, which has all its tokens.
+        """FINISH: free the slot and the blocks of `job`, which has all its tokens.
 
-        It is not `complete` while the last of them is on the way, as it can be under a lag.
+        It is not `complete` while the last token is being computed, which a lag allows.
         """
         if self._keeps:
             self.retire(job)
@@ -228,7 +230,7 @@ class Batcher:
                 request=request.id,
                 seq=seq.id,
                 output=job.output_tokens,
-                # Those of other requests are in REQUEST already.
+                # The output keys of other requests are in REQUEST already.
                 output_keys=known.output_keys if isinstance(known, TextRequest) else None,
             )
         decoded, job.stage = job.stage == DECODE, DONE
@@ -241,15 +243,15 @@ class Batcher:
             self._order.call("finished", self._finished, job, now)
 
     def ended(self, job: Job, now: int) -> None:
-        """Call the scheduler's `finished` for `job`, which ran and was given up."""
+        """Call `finished` of the scheduler for `job`, which ran and was aborted."""
         if self._finished is not None:
             self._order.call("finished", self._finished, job, now)
 
     def abort(self, job: Job, now: int) -> bool:
         """Remove `job` from the server before its end, and free its slot and blocks.
 
-        Return False if that has to wait: a transfer still writes into its blocks, or it has
-        been preempted and has none, and ends when it is admitted again.
+        Return False if that has to wait: a transfer still writes into its blocks, or it was
+        preempted and has none, so that it can end only after its next admission.
         """
         if job.stage == LOADING or (job.stage == WAITING and job.admitted is not None):
             return False
@@ -274,7 +276,7 @@ class Batcher:
         return True
 
     def withdraw(self, job: Job, now: int) -> None:
-        """Remove `job`, which waits and is given up, from the queue."""
+        """Remove `job`, which waits and will not be served, from the queue."""
         self.waiting.remove(job, now)
         self.paused.pop(job, None)
         if self._withdrawn is not None:
@@ -293,7 +295,7 @@ class Batcher:
             self._recompute(loser, now)
 
     def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
-        """Share the tokens of the next step out, in scheduler order."""
+        """Divide the tokens of the next step among jobs, in scheduler order."""
         ongoing = list(self._prefilling)
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
@@ -330,8 +332,8 @@ class Batcher:
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
 
-        After those of all prompts that go on: none of these can be preempted any more, so that
-        what is published is computed.
+        Called after the chunks of all ongoing prompts are planned: none of these can be
+        preempted any more, so that every published block is computed.
         """
         for job, tokens in self._unpublished:
             assert job.seq is not None
@@ -339,7 +341,7 @@ class Batcher:
         self._unpublished.clear()
 
     def _allot(self, job: Job, now: int) -> None:
-        """Add the share of `job` in the step's tokens to `chunks`, with blocks for it."""
+        """Add the chunk of `job` in the planned step to `chunks`, and allocate its blocks."""
         if job.stage == DECODE:
             self._budget -= self._mixed
             return
@@ -370,7 +372,7 @@ class Batcher:
     def _has_blocks(self, job: Job, tokens: int, now: int) -> bool:
         """OUT_OF_BLOCKS: preempt until `job` has the blocks of its first `tokens` tokens.
 
-        Return False if it was itself the last in order, and has lost those it had.
+        Return False if `job` was itself the last in order, and has lost its blocks.
         """
         cache, seq = self._cache, job.seq
         assert seq is not None
@@ -387,7 +389,7 @@ class Batcher:
         return True
 
     def _offers(self, now: int) -> Iterator[Job]:
-        """Yield the waiting jobs that a plan of the scheduler admits; pause those it pauses."""
+        """Pause the jobs that the plan of the scheduler pauses; yield those that it admits."""
         state = LoopState(
             now,
             self.waiting,
@@ -405,7 +407,7 @@ class Batcher:
         return self._checked(plan)
 
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
-        """Yield the jobs that `plan` admits, which must be waiting."""
+        """Yield the jobs that `plan` admits; all must be waiting."""
         for job in self._order.jobs(plan.admit):
             if not isinstance(job, Job):
                 self._refuse_plan(job, "admitted", "is no job")
@@ -439,7 +441,7 @@ class Batcher:
             last = self._order.call("priority", self._behind, job, now)
             if last is None:
                 return False
-            # Asked before the pause: it would be for nothing if the blocks are missing.
+            # Checked first: without blocks for `job` the pause would be in vain.
             if not self._fits(job, now):
                 self.blocked_job = job
                 return False
@@ -456,7 +458,7 @@ class Batcher:
         return True
 
     def _in_one(self, job: Job, now: int) -> bool:
-        """Return True if `job`, whose prefill must be one chunk, may have it in this step."""
+        """Return True if the prefill of `job`, which must be one chunk, fits in this step."""
         alone = not self.chunks and self.batching.unchunked == "alone"
         if alone or job.stage == PAUSED:
             return True
@@ -478,7 +480,7 @@ class Batcher:
         return None if last is None or not job.rank < ranks[last][0] else last
 
     def _fits(self, job: Job, now: int) -> bool:
-        """Return True if `job` would find its blocks beside all jobs that hold some. Pure."""
+        """Return True if there are blocks for `job` beside those of all other jobs. Pure."""
         if job.seq is not None:
             return not self._missing_slots(job) or self._allocator.can_extend(job.seq)
         return self._allocator.fits(job, now, self._reserve)
@@ -523,7 +525,7 @@ class Batcher:
         return True
 
     def _headroom(self, job: Job, ratio: TokenRatio) -> int:
-        """Return how many blocks `job` must leave free for future output, its own included."""
+        """Return how many blocks must stay free for future output, that of `job` included."""
         step, size = self._steps.count, self._cache.geometry.block_size
         if not (self.running or self.paused):
             ratio.restart(step)
@@ -534,7 +536,7 @@ class Batcher:
             for other in self.running
             if other.stage == DECODE
         )
-        # Those of the step that is planned count as this one does; of a part, its blocks do.
+        # Prompts that end in the planned step count in full; each chunk counts a block.
         for other, chunk in self.chunks:
             if other.computed + chunk == other.target:
                 tokens += min(other.predicted_left, _LONGEST)
@@ -542,7 +544,7 @@ class Batcher:
         return -(-(int(tokens + taken * share) + 1) // size)
 
     def _loaded(self, job: Job | None, load: Load, now: int) -> None:
-        """LOADED: continue with what the load has left to be computed."""
+        """LOADED: continue with the part of the prompt that was not loaded."""
         assert self._tiers is not None
         if job is None:
             self._tiers.finish(load, now)
@@ -591,8 +593,8 @@ class Batcher:
     def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
         """Free all blocks of `job`, for `requester` if given.
 
-        It will compute them again, or load them from a tier where that is the faster way. One
-        that has all its tokens needs them no more.
+        They will be computed again, or loaded from a tier where that is faster. A job that has
+        all its tokens finishes instead.
         """
         if job.stage == DONE:
             self.finish(job, now, complete=False)
@@ -603,7 +605,7 @@ class Batcher:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
-            # The tokens of its share in the step are for those that are planned after it.
+            # Its tokens of the step go to jobs that are planned after it.
             chunks = sum(tokens for other, tokens in self.chunks if other is job)
             self._budget += self._mixed if job.stage == DECODE else chunks
             self._leave_batch(job)
@@ -612,7 +614,7 @@ class Batcher:
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
         if level is None and not (paused or self._by_length):
-            # Under a lag, to give it the slot of its next token has named the one before.
+            # Under a lag, its newest token is known once the slot of the next is allocated.
             served = job.seq is not None and job.seq.tokens > job.length
             self._keep_generated(job, now, complete=served or not self.batching.lag)
         self._record(job, "swap" if level else "recompute", now, requester)
@@ -646,7 +648,7 @@ class Batcher:
     def _keep_generated(self, job: Job, now: int, *, complete: bool) -> None:
         """Cache the full blocks that `job` has generated, if generated blocks stay cached.
 
-        If it is not `complete`, its newest token is not known yet, nor the block that it fills.
+        If it is not `complete`, its newest token is not known yet, and does not count.
         """
         if not self._keeps or job.seq is None:
             return
@@ -656,9 +658,9 @@ class Batcher:
         self._cache.keep_generated(job.seq, tokens, now)
 
     def _make_room(self, job: Job, now: int) -> bool:
-        """Preempt the last in order for `job`, if no other event can free blocks.
+        """Preempt the last in order for `job` if no other event can free blocks.
 
-        That is so when no job runs and the jobs that hold blocks are paused. Return whether
+        That is the case when no job runs and all jobs with blocks are paused. Return True if
         one was preempted.
         """
         if self.running or not self.paused:
@@ -670,14 +672,14 @@ class Batcher:
         return True
 
     def _last(self, now: int) -> Job:
-        """Return the job that holds blocks and is last in order; `Batching.ties` says which."""
+        """Return the job with blocks that is last in order; `Batching.ties` decides ties."""
         latest = self._ties == "last"
 
         def order(job: Job) -> tuple[Any, int]:
             assert job.seq is not None
             return self._order.priority(job, now), job.seq.admission if latest else job.arrival
 
-        # Blocks that a transfer writes into cannot be given to another.
+        # A transfer still writes into the blocks of a job that is loading.
         held = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
         last: Job = self._order.call("priority", max, held, key=order)
         return last
@@ -715,7 +717,7 @@ class Batcher:
                 requester=None if requester is None else requester.request.id,
             )
         jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
-        # Those that get their blocks chunk by chunk may lose them again at every chunk.
+        # Jobs that get their blocks chunk by chunk may lose them at every chunk.
         chunks = 1 if self._whole else pool.blocks
         if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
@@ -736,14 +738,14 @@ class Batcher:
                 heappush(self.timers, (due, job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
-        """TIMER: rank `job` anew, if it still waits."""
+        """TIMER: rank `job` again, if it still waits."""
         if job in self.waiting and self._ranks:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
 
     def _refuse_plan(self, job: Job, what: str, why: str) -> None:
-        """Refuse a plan that cannot be carried out."""
+        """Raise PolicyError for a plan that cannot be carried out."""
         name = self._scheduler.name
         msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which {why}"
         raise PolicyError(msg)

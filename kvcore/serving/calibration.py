@@ -51,7 +51,7 @@ class Residual:
     Attributes:
         step: the measured step.
         fitted: its time by the fitted model, in picoseconds.
-        held_out: what `relative` is if the model is fitted without this step and others.
+        held_out: `relative` of a model that is fitted without this step and others.
     """
 
     step: MeasuredStep
@@ -131,10 +131,10 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
     """Fit a latency model to the measured steps of a CSV file.
 
     The fit has the least squared relative error, so that a decode step of 5 ms counts as much
-    as a prefill of 500. For what is a sum, such as `linear`, that is one problem of least
-    squares with bounds. For the longest of several sums, such as `roofline`, each step is
-    given to the sum that takes longest, and the options are fitted to these, in turns, from
-    several starts. The residuals are those of the options as they are printed. O(rows).
+    as a prefill of 500. If the time is a sum, as in `linear`, that is one problem of least
+    squares with bounds. If it is the longest of several sums, as in `roofline`, each step is
+    assigned to its longest sum and the options are fitted to these, in turns, from several
+    starts. The residuals are those of the options as they are printed. O(rows).
 
     Args:
         path: the measured steps.
@@ -142,7 +142,8 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
 
     Raises:
         InputError: the file cannot be used, has too few rows, or leaves an option
-            undetermined: says which. Or the model cannot be fitted, or SciPy is missing.
+            undetermined, which the error names. Or the model cannot be fitted, or SciPy is
+            missing.
     """
     try:
         import numpy as np  # noqa: PLC0415
@@ -165,7 +166,7 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
     terms = np.array(model.terms(works), dtype=float)
     times = np.array([step.time for step in steps]) / PS_PER_S
     fixed = np.array(model.fixed(works), dtype=float)
-    # A share divides: what is fitted is its inverse.
+    # A share divides: its inverse is fitted.
     lowest = np.array([0.0] * len(model.fitted_times) + [1.0] * len(model.fitted_shares))
     best = _least_squares(terms, fixed, times, lowest)
     _check_rank(path, _longest(terms, best), names)
@@ -198,7 +199,7 @@ _STARTS = (1.0, 2.0, 5.0)
 """Inverses of shares to begin with."""
 
 _ROUNDS = 50
-"""Steps rarely change sums more than a few times; two may do so for ever."""
+"""Steps rarely change sums more than a few times, but two may alternate for ever."""
 
 
 def _least_squares(terms: Any, fixed: Any, times: Any, lowest: Any) -> Any:
@@ -233,7 +234,7 @@ def _longest(terms: Any, values: Any) -> Any:
 
 
 _DEPENDENT = 1e-9
-"""A scaled column that lies this close to others says nothing that these do not."""
+"""A scaled column that is this close to a combination of others determines no option."""
 
 
 def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
@@ -312,7 +313,7 @@ class MeasuredStep:
         return "decode"
 
     def work(self, windows: Windows = (None,)) -> StepWork:
-        """Return what the step computes.
+        """Return the work of the step.
 
         For attention in a window, the prompt tokens are taken for one chunk, as far behind
         the start of its prompt as the pairs say, and contexts for equally long.
@@ -337,7 +338,7 @@ def read_steps(path: Path) -> list[MeasuredStep]:
 
     Raises:
         InputError: the file cannot be read, a column is missing or named twice, or a cell
-            holds what cannot be used: names file, line and column.
+            cannot be read; the error names file, line and column.
     """
     source = lines(path)
     number, line = next(source)

@@ -88,8 +88,8 @@ class ContiguousAllocator(MeasuredAllocator):
 
     Attributes:
         space: which slots are taken.
-        max_output: the longest output that a request may ask for, in tokens. One that asks
-            for more all the same gets a piece for its own.
+        max_output: the longest output that is reserved for a request, in tokens. A request
+            with a longer output reserves that.
     """
 
     def __init__(self, cache: KVCache, batch: DecodeBatch, max_output: int) -> None:

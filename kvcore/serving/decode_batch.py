@@ -1,4 +1,4 @@
-"""The jobs that decode: what k steps of them need, and the blocks they grow into.
+"""The jobs that decode: many steps of them at once, and the blocks that they grow into.
 
 Between two events the same jobs decode, so that k steps are one jump, in closed form:
 
@@ -53,12 +53,12 @@ class DecodeBatch:
     Attributes:
         steps: the step counter.
         size: number of jobs.
-        context: what the next step attends to, by attention window: without one, the
-            lengths of all jobs, the new token included.
-        growth: how much a step adds to `context`.
+        context: tokens that the next step attends to, by attention window; without a window,
+            the lengths of all jobs, the new token included.
+        growth: tokens that a step adds to `context`.
         fresh: jobs that joined after the last step.
         committing: jobs that commit every block they fill, by residue class: because they
-            share what they generate, or may forget it.
+            share generated blocks, or may drop tokens.
         last_step_ps: when the last step ended.
     """
 
@@ -76,7 +76,7 @@ class DecodeBatch:
         Args:
             steps: the step counter, which `advance` moves.
             block_size: tokens in a block.
-            windows: the attention windows that the latency model tells apart.
+            windows: the attention windows that the latency model distinguishes.
             gaps: where the times between tokens are recorded.
             forgetting: whether jobs may forget tokens that they generated.
         """
@@ -94,8 +94,8 @@ class DecodeBatch:
         self._forgetting = forgetting
         self._classes: dict[int, list[Job]] = {}
         self._residues: list[int] = []
-        # Entries are not removed from these heaps but outdated: `_ends` and `_full_at` say
-        # which entry of a job holds.
+        # Entries stay in these heaps when they are outdated: `_ends` and `_full_at` have the
+        # valid entry of each job.
         self._finish: list[End] = []
         self._ends: dict[Job, End] = {}
         self._full: list[tuple[int, int, int, Job]] = []
@@ -213,7 +213,8 @@ class DecodeBatch:
 
         Args:
             start_ps: when the first of the steps begins.
-            segments: parts of the steps, each (ps of its first step, what each adds, steps).
+            segments: parts of the steps, each (ps of its first step, ps that each step adds,
+                steps).
 
         Returns:
             The number of steps, and the picoseconds they took.
@@ -294,7 +295,7 @@ class DecodeBatch:
     def growth_between(self, first: int, end: int) -> int:
         """Return how many blocks the steps `[first, end)` need. O(log jobs)."""
         # Every residue class comes once a turn of `block_size` steps, so each job needs a
-        # block a turn; what is left over is a range of residues, which may wrap around.
+        # block a turn; the remaining steps are a range of residues, which may wrap around.
         turns, rest = divmod(end - first, self._block_size)
         residues = self._residues
         low = first % self._block_size
@@ -389,8 +390,8 @@ class DecodeAllocator:
     sum, and the cache gets the length of a sequence when its job leaves the batch (`settle`).
     Else each sequence that needs a block is extended by itself, at the time of its step.
 
-    A run has one allocator, chosen at its start. This one pages; a subclass may keep other
-    memory, or count what the memory is used for.
+    A run has one allocator, chosen at its start. This one pages; a subclass may allocate in
+    another way, or measure how the memory is used.
 
     Attributes:
         allocated_until: the first decode step whose blocks are not allocated yet.
@@ -423,7 +424,7 @@ class DecodeAllocator:
         return -(-job.target // self._block_size) - match.blocks <= available
 
     def is_fragmented(self, request: Request) -> bool:
-        """Return True if enough is free for `request` in sum, but not where it could lie."""
+        """Return True if enough is free for `request` in total, but in no usable place."""
         del request
         return False  # blocks may lie anywhere
 
@@ -437,13 +438,13 @@ class DecodeAllocator:
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
             most: tokens after the hit for which it gets blocks at most; None: for all.
-            whole: whether there must be room for all of them in any case.
+            whole: whether there must be room for the whole prompt, even if `most` is less.
         """
         target = None if job.admitted is None else job.target
         request = job.request if target is None else job.known_request()
         resumed = target is not None
         if most is not None:
-            # Alone it fits in the end: what clients have pinned yields to it.
+            # If no other sequence is open it fits in the end: pins of clients yield to it.
             if whole and self._cache.sequences and not self.fits(job, now, reserve):
                 return None
             hit = self._cache.probe(request, now, target)
@@ -458,13 +459,13 @@ class DecodeAllocator:
     def close(self, job: Job, now: int, length: int | None = None) -> None:
         """Free the blocks of `job`.
 
-        `length` is that of its text if it was in the batch until now; None: it was settled.
+        `length`: tokens of its text if it was in the batch until now; None: it was settled.
         """
         assert job.seq is not None
         self._cache.close(job.seq, now, length, preempted=job.stage != DONE)
 
     def loaded(self, tokens: int) -> None:
-        """Called when so many tokens have come into their slots from tiers."""
+        """Called when `tokens` tokens were loaded from tiers into their slots."""
 
     def can_extend(self, seq: Sequence) -> bool:
         """Return True if `seq` can get a slot more."""
@@ -502,9 +503,9 @@ class DecodeAllocator:
         return True
 
     def serve_first(self, now: int) -> None:
-        """Allocate for the first jobs of the next step, for which not all have room.
+        """Allocate for as many jobs of the next step, from the first on, as there is room for.
 
-        What they evict is gone, however many blocks a preemption then frees.
+        The blocks that this evicts are lost, however many a preemption then frees.
         """
         jobs = self._batch.growing(self._batch.steps.count) or []
         jobs = [job for job in jobs if job not in self._served][: self._cache.available_blocks]
@@ -526,7 +527,7 @@ class DecodeAllocator:
         Returns:
             The number of steps, and the picoseconds they took.
         """
-        # As `foresee` and `run` do, in fewer calls.
+        # The same as `foresee` and `run`, in fewer calls: this is the hot path.
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
@@ -543,7 +544,7 @@ class DecodeAllocator:
     def foresee(
         self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
     ) -> tuple[int, StepTimes]:
-        """Return how many steps `jump` would run, given the same and room, and their times."""
+        """Return how many steps `jump` would run if there is room, and their times."""
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
@@ -584,7 +585,7 @@ class DecodeAllocator:
     def _evict_ahead(
         self, missing: int, need: int, steps: int, clock_ps: int, times: StepTimes
     ) -> None:
-        """Evict the last `missing` of the `need` blocks of so many steps, of a fixed order."""
+        """Evict the last `missing` of the `need` blocks of `steps` steps, in a fixed order."""
         batch, cache = self._batch, self._cache
         at: list[int] | None = None
         if cache.tree.residency is not None:

@@ -5,7 +5,7 @@ the served model, which accepts the first few of them and adds one token of its 
 
     text so far    ... t                         the newest token, whose K/V is yet to come
     drafts             t   d1  d2  d3            computed together, in four slots
-    the model says     d1  d2  x                 what follows t, d1 and d2
+    model's tokens     d1  d2  x                 the tokens after t, d1 and d2
     new text       ... t   d1  d2  x             d3 is rejected, and its slot rolled back
 """
 
@@ -27,9 +27,9 @@ from kvcore.serving.latency import LatencyModel, StepWork
 class Drafter(Plugin):
     """Drafts tokens that the served model verifies: speculative decoding.
 
-    This class is what both clocks need: a limit and a cost. A simulation calls `accepted`, and
-    computes nothing; on tensors tokens are drafted by a `kvcore.engine.TokenDrafter`, which
-    is derived from it.
+    Simulations and runs on tensors both use its limit and its cost. A simulation calls
+    `accepted`, and computes nothing; on tensors tokens are drafted by a subclass,
+    `kvcore.engine.TokenDrafter`.
 
     Attributes:
         tokens: the most drafts for a sequence in a step, k; an option of every drafter.
@@ -64,8 +64,8 @@ class Drafter(Plugin):
             index: output tokens that it has: its drafts are for this index and those after.
             most: the most tokens that may be drafted, 1 or more.
 
-        A drafter that drafts from tokens leaves it out: a simulation, which has none, refuses
-        to run with it.
+        A drafter that drafts from tokens does not define it, and cannot be used in a
+        simulation, which has no tokens.
         """
         raise NotImplementedError
 
@@ -83,8 +83,8 @@ class Drafter(Plugin):
 class ModelCost:
     """Cost of a draft model: a pass over the step's tokens, and one more for each draft.
 
-    The draft model is served on what serves the target, and reads K/V of its own. All
-    decoding sequences are in every pass.
+    The draft model runs on the devices of the target, and reads K/V of its own. All decoding
+    sequences are in every pass.
 
     Args:
         target: the latency model of the served model.
@@ -154,7 +154,8 @@ class DraftStats:
         outcomes: steps of sequences that decode, by (drafts, accepted drafts): each gives
             one token and the accepted drafts.
         plain_ps: picoseconds that the tokens of steps without prefill would have taken, one
-            token a step, by the latency model; `took_ps`: what these steps took.
+            token a step, by the latency model.
+        took_ps: picoseconds that these steps took.
     """
 
     outcomes: Counter[tuple[int, int]] = attrs.Factory(Counter)
@@ -185,9 +186,9 @@ class DraftStats:
         )
 
     def probabilities(self) -> list[float]:
-        """Return the share of accepted drafts by position, of those whose turn came.
+        """Return, by position, the share of the drafts that were accepted.
 
-        That of a draft comes when all before it are accepted.
+        A draft counts only if all drafts before it were accepted.
         """
         accepted, judged = Counter[int](), Counter[int]()
         for (drafts, right), count in self.outcomes.items():

@@ -1,6 +1,6 @@
-"""Measuring what memory is used for: a loop and an allocator that count slots.
+"""Measuring how memory is used: a loop and an allocator that count slots.
 
-A run that does not measure has neither, and pays nothing.
+A run that does not measure uses neither, and pays nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class MeasuredAllocator(DecodeAllocator):
         self._compacted = 0
 
     def held(self) -> tuple[int, int]:
-        """Return the slots that open requests hold, and those only the prefix cache holds.
+        """Return the slots that open requests hold, and those that only the prefix cache holds.
 
-        Brings `idle` up to date with what compactions have taken: filled slots, and some
-        idle ones behind them.
+        Updates `idle` by the slots that compactions have freed: filled ones, and some idle
+        ones behind them.
         """
         stats = self._cache.stats
         taken = stats.compacted_blocks * self._block_size - stats.compacted_tokens
@@ -49,12 +49,12 @@ class MeasuredAllocator(DecodeAllocator):
         return seq.blocks * self._block_size + seq.compacted
 
     def filled(self, prefill: int, decode: int) -> None:
-        """Count tokens that came into slots, of prompts and generated ones."""
+        """Count slots that were filled by prompt tokens and by generated ones."""
         self.idle -= prefill + decode
         self.uncomputed -= prefill
 
     def loaded(self, tokens: int) -> None:
-        """Count tokens that came from tiers into slots of prompts."""
+        """Count slots of prompts that were filled by loads from tiers."""
         self.filled(tokens, 0)
 
     def open(
@@ -96,7 +96,7 @@ class MeasuredAllocator(DecodeAllocator):
 
 
 class MeasuredLoop(ServingLoop):
-    """A serving loop that measures what memory is used for. Its allocator counts slots."""
+    """A serving loop that measures how memory is used. Its allocator counts slots."""
 
     allocator: MeasuredAllocator
 
@@ -105,7 +105,7 @@ class MeasuredLoop(ServingLoop):
         self._occupancy = _Occupancy(self.allocator)
 
     def fragmentation(self) -> Fragmentation:
-        """Return what the memory was used for."""
+        """Return how the memory was used."""
         return self._occupancy.summary()
 
     def _planned(self, now: int) -> None:
@@ -136,17 +136,17 @@ class MeasuredLoop(ServingLoop):
 
 
 class _Occupancy:
-    """Adds up what slots are used for, from event to event. O(1) a step."""
+    """Sums the use of slots over time, from event to event. O(1) a step."""
 
     def __init__(self, allocator: MeasuredAllocator) -> None:
         self._allocator = allocator
         # The state since the last event.
         self._running = self._held = self._cached = self._idle = self._uncomputed = 0
         self._blocked = False
-        # What has happened since: picoseconds, steps, tokens that came into slots.
+        # Since then: picoseconds, steps, and slots that were filled.
         self._took_ps = self._steps = self._filled = 0
         self._last = 0, 0, 0
-        # Sums over time; of what changes between events, twice the sums.
+        # Sums over time; twice the sums of numbers that change between events.
         self._time_ps = self._ran = self._ahead = self._waited = 0
         self._holds = self._caches = self._idles = self._frees = 0
         self._peak = 0
@@ -168,12 +168,12 @@ class _Occupancy:
         self._took_ps = self._steps = self._filled = 0
 
     def passed(self, took_ps: int, prefill: int, decode: int, steps: int) -> None:
-        """Record `steps` steps, for which all is allocated.
+        """Record `steps` steps, whose blocks are allocated.
 
         Args:
             took_ps: picoseconds they took; without steps, idle time.
-            prefill: tokens of prompts that came into their slots.
-            decode: generated ones, as many with each step.
+            prefill: prompt tokens that filled slots.
+            decode: generated tokens, the same number with each step.
             steps: number of steps.
         """
         allocator = self._allocator

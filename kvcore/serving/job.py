@@ -41,8 +41,8 @@ class Job:
         serial: order of arrival, from 1.
         arrival: when it arrived here; in closed-loop traffic no workload can know.
         steps: the decode steps of its server.
-        target: length of the prefill it needs: the prompt, and after a recompute
-            preemption also what it had generated.
+        target: tokens of its prefill: the prompt, and after a recompute preemption also the
+            tokens that it had generated.
         slo: its own SLO, else that of the run; None: none.
         stage: `waiting`, `loading`, `prefill`, `decode`, `paused` or `done`.
         seq: its blocks; None while it has none.

@@ -43,7 +43,7 @@ class StepWork:
 class LatencyModel(Plugin):
     """Predicts the time of a step of a server. More work never takes less time.
 
-    The easy tier is one function, `seconds`, in seconds; every step is asked for by itself.
+    The easy tier is one function, `seconds`, which is called for every single step.
     The full tier is `pieces`: the time is the largest of a few lines in the context of the
     decoding sequences. Their coefficients are whole picoseconds, so that the core sums k
     steps in closed form and gets exactly the time of k single steps.
@@ -51,8 +51,8 @@ class LatencyModel(Plugin):
 
     kind: ClassVar[str] = "latency"
     jumps: ClassVar[bool] = True
-    """Whether the lines hold while contexts grow. If not, they hold for `work.context`
-    alone, and every step is asked for by itself. False where only `seconds` is defined."""
+    """Whether the lines hold while contexts grow. If not, they hold only for `work.context`,
+    and `pieces` is called for every step. False where only `seconds` is defined."""
 
     frontend: float = 0.0
     """Seconds from the arrival of a request until it can be planned: HTTP, tokenizer. May be
@@ -140,10 +140,10 @@ class LatencyModel(Plugin):
 
         Args:
             model: the model; None: the one that is served.
-            parameters: weights that every token uses besides, as of extra heads.
+            parameters: additional weights that every token uses, such as those of heads.
 
         Raises:
-            InputError: this one does not follow from a model; unless overridden.
+            InputError: the latency model is not computed from a model; unless overridden.
         """
         del model, parameters
         msg = (
@@ -158,10 +158,11 @@ class StepResult(NamedTuple):
 
     Attributes:
         took_ps: picoseconds the step took.
-        ended: jobs whose text ended before its output was complete, and their output tokens.
-        named: jobs that share generated blocks, and the block keys that the step made known.
-        verified: where drafts are verified, for each decoding job how many there were and
-            how many were accepted.
+        ended: jobs whose text ended before its output was complete, with the number of their
+            output tokens.
+        named: jobs that share generated blocks, with the block keys that are known now.
+        verified: if drafts are verified, the number of drafts and of accepted ones, by
+            decoding job.
     """
 
     took_ps: int
@@ -187,7 +188,7 @@ class Executor(Protocol):
 
     @property
     def plugins(self) -> Sequence[Plugin]:
-        """The plugins it is made of, for the header of a trace."""
+        """The plugins of the executor, for the header of a trace."""
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]

@@ -24,10 +24,10 @@ FEWEST = 30
 """Requests below which a queue is too short to have a trend."""
 
 STEPS = 10
-"""Times at which jobs are admitted, below which one long step may be all there is to see."""
+"""Times at which jobs are admitted, below which the queue may be that of one long step."""
 
 MOMENTS = 64
-"""Into how many parts the time of arrivals is divided to look at the queue."""
+"""Number of parts into which the time of arrivals is divided to sample the queue."""
 
 LAST = MOMENTS // 4
 """The last moments, at which the queue of a server that is too slow is never empty."""
@@ -51,14 +51,14 @@ def _column_of_finished(log: RunLog, name: str) -> Times:
 
 @attrs.frozen
 class Saturation:
-    """Whether the queue of a run grew until the last arrival, told from the run itself.
+    """Whether the queue of a run grew until the last arrival, by the times of its requests.
 
     Attributes:
         saturated: whether it did.
-        waiting_half, waiting_end: requests that wait, in the mean of the eighth of the time
-            of arrivals before its half and before its end.
-        arrivals_per_s: requests that come in a second, from the first arrival to the last.
-        served_per_s: requests that finish in a second, from the first arrival to the last
+        waiting_half, waiting_end: mean number of waiting requests in the eighth of the time
+            of arrivals before its half, and before its end.
+        arrivals_per_s: requests that arrive a second, from the first arrival to the last.
+        served_per_s: requests that finish a second, from the first arrival to the last
             finish.
     """
 
@@ -81,19 +81,19 @@ class Saturation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON, without what would hold, which is searched for on demand."""
+        """Return the fields as JSON; `holds`, which costs simulations, is None."""
         return {**attrs.asdict(self), "why": self.why, "holds": None}
 
 
 def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation | None:
     """Return whether the queue of a run grew until the last arrival. O(n).
 
-    None if that cannot be told: fewer than `FEWEST` requests finished, or all came at once.
-    A queue has grown if it is longer at the end of arrivals than at half time, and at the
-    end longer than chance makes it: than twice the root of the number of requests. Where
-    the offered load is above 1 that is all. Elsewhere, besides, it was never empty in the
-    last quarter of the time, so that requests that come in a burst do not count, and
-    jobs were admitted at `STEPS` times of the second half: else one step is all there was.
+    None if that is unknown: fewer than `FEWEST` requests finished, or all came at once. A
+    queue has grown if it is longer at the end of arrivals than at half time, and at the end
+    longer than chance makes it: than twice the root of the number of requests. Where the
+    offered load is above 1 that is all. Otherwise the queue must also never have been empty
+    in the last quarter of the time, so that a burst does not count, and jobs must have been
+    admitted at `STEPS` times of the second half, so that one long step does not count.
     """
     came, admitted, finished = (
         _column_of_finished(log, name) for name in ("arrival", "admitted", "finish")
@@ -112,15 +112,15 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
 class Queue:
     """The requests that waited in a run, as of its last arrival.
 
-    What is known then is final, but for `persists`, which may become true later if too few
+    All fields are final by then except `persists`, which may become true later if too few
     jobs were admitted so far.
 
     Attributes:
-        requests: how many came.
-        first: when the first of them came, ns.
+        requests: number of requests that arrived.
+        first: when the first of them arrived, ns.
         span: ns from the first arrival to the last.
-        half, end: requests that wait before half of the time, and before its end.
-        grows: whether it is longer at the end than before, and than chance makes it.
+        half, end: waiting requests before half of the time, and before its end.
+        grows: whether the queue is longer at the end than before, and than chance makes it.
         persists: whether it was never empty at the end, and jobs were admitted often.
     """
 
@@ -140,9 +140,9 @@ class Queue:
         finished: Iterable[int],
         max_seqs: int,
     ) -> Queue | None:
-        """Return the queue, by times (ns) in any order; None if no trend can be told.
+        """Return the queue, by times (ns) in any order; None if they are too few for a trend.
 
-        They are iterated over more than once. O(n), in memory that does not grow with n.
+        The times are iterated over more than once. O(n), in memory that does not grow with n.
         """
         first, last = min(came, default=0), max(came, default=0)
         requests, span = sum(1 for _ in came), last - first
@@ -180,7 +180,7 @@ class Queue:
 def _counts(
     place: Callable[[list[int], int], int], times: list[int], events: Iterable[int]
 ) -> list[int]:
-    """Count the `events` that came before each of `times`, where `place` says they lie."""
+    """Count the `events` before each of `times`; `place` bisects, left or right."""
     places = Counter(map(place, repeat(times), events))
     return list(accumulate(places[at] for at in range(len(times))))
 
@@ -191,7 +191,7 @@ def moments(first: int, last: int) -> list[int]:
 
 
 Work: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
-"""Columns of some requests: arrival (ns), prompt, hit (loaded ones too) and output tokens."""
+"""Columns of some requests: arrival (ns), and tokens: prompt, hit or loaded, output."""
 
 
 def finished_work(log: RunLog) -> Iterator[Work]:
@@ -212,30 +212,30 @@ def offered_load(
     """Return arrival rate times the least time a request needs; None without a rate.
 
     The rate is that of the n requests that finished: n - 1 over the time between the first
-    and the last arrival. The least time is a fluid bound: their work (what hit does not
-    count, nor what preemption made the run compute again), spread evenly over the fewest
-    steps that hold it, divided by n. Steps are at least
+    and the last arrival. The least time is a fluid bound: their work (without tokens that hit,
+    and without recomputation after preemptions), spread evenly over the fewest steps that
+    hold it, divided by n. Steps are at least
 
     - all tokens / `max_tokens`;
     - (decode tokens + prefills, each at least one step) / `max_seqs`;
-    - tokens of K/V that decoding requests hold, step by step, but for those that hit, over
-      the tokens that the pool holds (requests that compute the same block at the same time
-      hold it once, and are counted twice).
+    - tokens of K/V that decoding requests hold, summed over steps and without tokens that
+      hit, over the tokens that the pool holds (a block that two requests compute at the same
+      time is held once and counted twice).
 
-    Of sequences that are `forgetting`, under a retention policy, it is not known here how many
-    tokens they hold and attend to: that work is not counted.
+    Under a retention policy (`forgetting`) the numbers of tokens that sequences hold and
+    attend to are unknown here: that work is not counted.
 
-    Where prefill and decode do not share steps, either has its own. One average step is
-    no longer than the mean of the steps it averages as long as a step's time is a maximum
-    of lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
-    theory, arrival rate x mean service time. Above 1 the queue grows for as long as
-    requests arrive. O(n), in memory that does not grow with n.
+    Where prefill and decode do not share steps, each has steps of its own. One average step
+    is no longer than the mean of the steps it averages, since a step's time is a maximum of
+    lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
+    theory, arrival rate x mean service time. Above 1 the queue grows for as long as requests
+    arrive. O(n), in memory that does not grow with n.
 
     Args:
         finished: the requests that finished, some at a time.
         batching: the limits of a step.
-        latency: how long it takes.
-        pool_tokens: what the pool holds.
+        latency: gives the time of a step.
+        pool_tokens: tokens that the pool holds.
         forgetting: whether there is a retention policy.
     """
     requests = prefill = prefills = decode = held = 0
@@ -265,21 +265,22 @@ def offered_load(
     span = max(times, default=0) - min(times, default=0)
     if not span:
         return None
-    seats, room = batching.max_seqs, Fraction(held, pool_tokens)
-    if batching.steps == "mixed" and seats > 1:
-        fewest = Fraction(prefill + decode, most), Fraction(prefills + decode, seats), room
+    seqs, by_memory = batching.max_seqs, Fraction(held, pool_tokens)
+    if batching.steps == "mixed" and seqs > 1:
+        by_seqs = Fraction(prefills + decode, seqs)
+        fewest = Fraction(prefill + decode, most), by_seqs, by_memory
         work = _time(latency, prefill, pairs, decode, context, max(fewest))
     else:
-        steps = max(Fraction(prefill, most), Fraction(prefills, seats))
+        steps = max(Fraction(prefill, most), Fraction(prefills, seqs))
         work = _time(latency, prefill, pairs, 0, none, steps)
-        steps = max(Fraction(decode, seats), room)
+        steps = max(Fraction(decode, seqs), by_memory)
         work += _time(latency, 0, none, decode, context, steps)
     rate = Fraction(requests - 1, span * PS_PER_NS)
     return float(work / requests * rate)
 
 
 def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:
-    """Count the (query, key) pairs of requests with so many tokens after such contexts."""
+    """Count the (query, key) pairs of requests with `tokens` tokens after `contexts`."""
     if window is not None:
         return sum(map(attended_pairs, contexts, tokens, repeat(window)))
     triangles = (sum(map(mul, tokens, tokens)) + sum(tokens)) // 2
@@ -295,10 +296,10 @@ def _time(
     context: list[int],
     steps: Fraction,
 ) -> Fraction:
-    """Return the picoseconds that so much work takes in `steps` equal steps.
+    """Return the picoseconds that the work takes in `steps` equal steps.
 
-    An equal step need not be whole tokens. It is mixed from the whole batches around it,
-    those on the way from all parts rounded down to all rounded up, the largest remainder
+    The work of one of them need not be whole numbers. Its time is the weighted mean of whole
+    steps around it, from all parts rounded down to all rounded up, the largest remainder
     first: exact where time is linear.
     """
     if not steps:

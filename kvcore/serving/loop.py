@@ -49,17 +49,17 @@ AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ServingLoop:
-    """Serves requests, step by step of the batch, as many steps at once as change nothing.
+    """Serves requests, step by step; decode steps between two events are one jump.
 
     Args:
         arrivals: the requests by time of arrival.
-        cache: where K/V is kept; it counts `tokens`.
+        cache: where K/V is kept, in `tokens` accounting.
         scheduler: the order of jobs.
         executor: runs a step, or computes the time it takes.
         batching: the limits of a step.
-        jumps: whether to run many decode steps at once. It changes nothing but the time
-            the run takes.
-        slo: the SLO of requests that bring none of their own.
+        jumps: whether to run many decode steps at once. It changes only the time that the
+            run takes.
+        slo: the SLO of requests without one of their own.
         allocator: makes the allocator of blocks.
 
     Attributes:
@@ -105,21 +105,21 @@ class ServingLoop:
         # By number of jobs: a latency model is asked once for each.
         self._lines: dict[int, Sequence[LinearPiece]] = {}
         self._no_pairs = (0,) * len(windows)
-        # What was computed or jumped over, of a step that has begun and not ended.
+        # The result or the jump of a turn that has begun and not ended.
         self._computed: StepResult | None = None
         self._jumped: tuple[int, int] | None = None
         self._is_plain = windows == (None,)
         self._longest = batching.max_model_len
-        # The tokens that a step has for a sequence that is computed in one step or never.
+        # The most tokens of a sequence that must be computed in one step; None: any number.
         waits = not batching.chunked and batching.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
-        # A front end that is run takes the time that it takes.
+        # By the wall clock the front end takes its real time.
         frontend_ps = picoseconds(executor.latency.frontend, "frontend")
         self._frontend_ns = frontend_ps // PS_PER_NS if executor.mode == "model" else 0
-        # Under a lag: when the step began that ran last, whether one has run since the last
-        # plan, and what was finished or filled while it ran, of which the next plan does not
-        # know. And, also of a front end, the jobs that have arrived and not come through, with
-        # the time (ns) at which they do.
+        # Under a lag: when the last step began, whether a step has run since the last plan,
+        # and the jobs that finished and the blocks that were filled meanwhile, which the next
+        # plan does not count. Also with a front end: jobs that have arrived and cannot be
+        # planned yet, with the time (ns) from which on they can.
         self._lag = batching.lag
         self._began_ps = 0
         self._stepped = False
@@ -170,7 +170,7 @@ class ServingLoop:
         return runs
 
     def _queue_seen(self, seen: int, now: int) -> None:
-        """Queue the jobs that had come through at `seen` (ns), when this step was planned."""
+        """Queue the jobs that could be planned at `seen` (ns), when this step was planned."""
         unseen = self._unseen
         while unseen and unseen[0][0] <= seen:
             self.batcher.queue(unseen.popleft()[1], now)
@@ -179,7 +179,7 @@ class ServingLoop:
         """Apply the effects of the last step to the cache and the jobs.
 
         Under a lag that is after the plan of the next one. Return False if nothing has run
-        since the plan before, so that another one would know no more.
+        since the plan before, so that another plan would be the same.
         """
         stepped, self._stepped = self._stepped, False
         filled, self._filled = self._filled, []
@@ -199,11 +199,23 @@ class ServingLoop:
         return stepped or bool(late)
 
     def end(self) -> None:
-        """Run the step that was begun, or the steps up to the next event, to their end."""
+        """Run the planned step, or the decode steps up to the next event."""
         if self.batcher.chunks:
             self._prefill_step()
         else:
             self._decode_steps()
+
+    def idle_until(self) -> int:
+        """Return when (ns) the next event is if no step runs, or NEVER."""
+        arrivals, batcher = self._arrivals, self.batcher
+        wake = min(arrivals.next_at, arrivals.prefetch_at)
+        if self._unseen:
+            wake = min(wake, self._unseen[0][0])
+        if batcher.timers and batcher.waiting:
+            wake = min(wake, batcher.timers[0][0])
+        if batcher.loads:
+            wake = min(wake, batcher.loads[0][0])
+        return wake
 
     def abort(self, job: Job, why: str) -> bool:
         """End `job` early, between two turns; return False if that has to wait."""
@@ -218,7 +230,7 @@ class ServingLoop:
         return True
 
     def fragmentation(self) -> Fragmentation | None:
-        """Return what the memory was used for; None, since this loop does not measure it."""
+        """Return how the memory was used; None, since this loop does not measure it."""
         return None
 
     def _planned(self, now: int) -> None:
@@ -238,7 +250,7 @@ class ServingLoop:
     def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
         """Queue a request that its client sent at `arrival` (ns), or reject it.
 
-        `known` is what its job is from the start, where another server has begun with it.
+        `known` are attributes of its job from the start, if another server has prefilled it.
         """
         self._serial += 1
         served = request if self._longest is None else self._bounded(request)
@@ -285,7 +297,7 @@ class ServingLoop:
         return attrs.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
 
     def _prefetch(self, now: int) -> None:
-        """PREFETCH: load for each request that announced it, unless it is here already."""
+        """PREFETCH: load for each request whose hint is due, unless it has arrived."""
         arrivals = self._arrivals
         while arrivals.prefetch_at <= now:
             at, request = arrivals.take_prefetch()
@@ -304,17 +316,11 @@ class ServingLoop:
 
     def _wait(self) -> bool:
         """Move the clock to the next arrival or timer; return False if there is none."""
-        batcher = self.batcher
-        wake = min(self._arrivals.next_at, self._arrivals.prefetch_at)
-        if self._unseen:
-            wake = min(wake, self._unseen[0][0])
-        if batcher.timers and batcher.waiting:
-            wake = min(wake, batcher.timers[0][0])
-        if batcher.loads:
-            wake = min(wake, batcher.loads[0][0])
+        wake = self.idle_until()
         if wake < NEVER:
             self.clock_ps = max(self.clock_ps, wake * PS_PER_NS)
             return True
+        batcher = self.batcher
         if batcher.waiting:
             msg = (
                 f"scheduler plugin {self._scheduler.name!r} leaves {len(batcher.waiting)} "
@@ -394,9 +400,9 @@ class ServingLoop:
         return self.allocator.jump(lines, self.clock_ps, event_ps)
 
     def _foreseen(self) -> tuple[Sequence[LinearPiece], int]:
-        """Return the time of a decode step, by context, and when (ns) the next event is.
+        """Return the lines of a decode step's time, and when (ns) the next event is.
 
-        Only events that no step brings about are known of; NEVER: there is none.
+        Events that steps bring about do not count; NEVER: there is no other.
         """
         size = self.batch.size
         lines = self._lines.get(size)
@@ -413,7 +419,7 @@ class ServingLoop:
         if self._unseen:
             event = min(event, self._unseen[0][0])
         if batcher.changed:
-            event = 0  # there is to be another plan after the next step, whatever that does
+            event = 0  # the next step is followed by another plan in any case
         pins = self._cache.tree.pins
         return lines, min(event, pins.next_end) if pins else event
 
@@ -432,14 +438,14 @@ class ServingLoop:
         decode: int,
         named: Sequence[tuple[Job, Sequence[Key]]],
     ) -> int:
-        """Move the clock over steps that have run; return the time (ns).
+        """Advance the clock by steps that have run; return the time (ns).
 
         Args:
             steps: number of steps.
             took_ps: picoseconds they took.
             prefill: prompt tokens they computed.
             decode: tokens they generated.
-            named: block keys that they made known.
+            named: jobs, and block keys of their generated tokens that became known.
         """
         del prefill, decode
         log = self.log
@@ -508,8 +514,8 @@ class ServingLoop:
         return StepWork(total, pairs, 0, self._no_pairs)
 
     def _commit(self, now: int) -> None:
-        """Commit the blocks that jobs have just filled, to be shared or dropped."""
-        # A list of its own: a job whose sequence is compacted moves to another one.
+        """Commit the blocks that jobs have just filled, which are then shared or dropped."""
+        # A copy: a job whose sequence is compacted moves to another list.
         for job in [*self.batch.committers()]:
             seq = job.seq
             assert seq is not None

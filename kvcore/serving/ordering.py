@@ -1,4 +1,4 @@
-"""The order of jobs: calls of a scheduler, whose answers are checked, and the waiting queue."""
+"""The order of jobs: a scheduler, its answers checked, and the queue of waiting jobs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from kvcore.serving.scheduler import LoopState, Scheduler, StepPlan
 
 
 class JobOrder:
-    """The order of jobs by a scheduler: calls it, and checks its answers.
-
-    Whatever a method of the scheduler raises is reported as its error.
-    """
+    """Calls a scheduler, checks its answers, and reports its exceptions as its own."""
 
     __slots__ = ("_scheduler",)
 
@@ -29,10 +26,10 @@ class JobOrder:
     def call(
         self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call a method of the scheduler, or what compares its answers, as `method`.
+        """Call a function of the scheduler, or one that compares its answers.
 
         Raises:
-            PolicyError: the function failed, or what it called did.
+            PolicyError: the function failed; the error names `method`.
         """
         try:
             return function(*arguments, **options)
@@ -94,7 +91,7 @@ class JobOrder:
 
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
-"""(rank, whether it holds no blocks, order of arrival, the job): what the queue sorts by."""
+"""(rank, whether it holds no blocks, order of arrival, the job): the sort key of the queue."""
 
 _SLACK: Final = 4
 """Entries that the heap may hold for each waiting job before it is rebuilt."""
@@ -137,7 +134,7 @@ class WaitingQueue:
         return job in self.entries
 
     def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Add `job` by its rank, or rank it anew; at the front of the order of entry."""
+        """Add `job` by its rank, or update its rank; at the `front` of the order of entry."""
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
         if self._on_queued and job not in self.entries:
             for policy, on_queued in self._on_queued:

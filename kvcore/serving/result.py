@@ -64,7 +64,7 @@ def record_run(
     rate_scale: float,
     slo: SLO | None,
 ) -> None:
-    """Describe a run to `trace`, so that it can be made again."""
+    """Record the configuration of a run in `trace`, so that the run can be repeated."""
     latency = executor.latency
     expected = {} if slo is None else {"slo": slo}
     trace.describe(
@@ -167,7 +167,7 @@ class Outcome(Shown):
 
     @property
     def _judged(self) -> int:
-        """Requests that have a sample of something that their SLO states."""
+        """Number of requests with a sample of a latency that their SLO limits."""
         return len(self.log.verdict) - self.log.verdict.count(UNJUDGED)
 
     def outcome_fields(self) -> dict[str, Any]:
@@ -273,12 +273,12 @@ class Reported(Outcome):
     def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
 
-        Both appear when both are whole; what had these names before is replaced. The
-        summary has the entries `more` besides its own.
+        Both appear when both are whole, and replace files of these names. The summary has the
+        entries `more` besides its own.
 
         Raises:
             InputError: the directory cannot be made, or a file not be opened.
-            StorageError: the disk refused what was written.
+            StorageError: the disk refused a write.
         """
         directory = Path(directory)
         make_directory(directory)
@@ -304,10 +304,10 @@ class Result(Reported):
         log: the columns that were recorded while it ran.
         cache: the cache it ran with.
         batching, latency: the limits of a step and the latency model it ran with.
-        fragmentation: what memory was used for, where that was measured.
+        fragmentation: how memory was used, if that was measured.
         wall_s: seconds the run took on this machine; all else is the same on every one.
         max_output: output tokens that a request reserved, in contiguous memory.
-        drafter: drafted the tokens; None: nothing did.
+        drafter: the drafter; None: there was none.
     """
 
     cache: KVCache
@@ -327,7 +327,7 @@ class Result(Reported):
     def offered_load(self) -> float | None:
         """Arrival rate times the least time a request needs; see `offered_load`.
 
-        None with a drafter, of whose steps no least time is known.
+        None with a drafter: the least time of its steps is unknown.
         """
         if self.log.drafts is not None:
             return None
@@ -339,7 +339,7 @@ class Result(Reported):
 
     @cached_property
     def saturation(self) -> Saturation | None:
-        """Whether the queue grew until the last arrival; None if that cannot be told."""
+        """Whether the queue grew until the last arrival; None if that is unknown."""
         return saturation_of(self.log, self.batching.max_seqs, self.offered_load)
 
     def summary(self) -> dict[str, Any]:

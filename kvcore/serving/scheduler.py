@@ -27,42 +27,42 @@ class Batching:
         max_tokens: tokens of a step: one for each sequence that decodes, the rest prefill.
         max_seqs: sequences that prefill or decode at a time.
         chunked: whether a prompt may be computed over several steps.
-        steps: `mixed` steps prefill and decode together; `prefill-first` lets decoding
-            wait while there is anything to prefill.
+        steps: `mixed` steps prefill and decode together; with `prefill-first` decoding
+            waits while there is anything to prefill.
         watermark: share of the blocks that an admission must leave free or evictable for
-            those that run already to grow into; rounded up.
-        unchunked: what becomes of a prompt that may not be chunked, and for which decoding
-            leaves too little of `max_tokens`: it goes `alone`, as the only prefill of a step,
-            which then has more tokens; or it has to `wait` for a step with room for it.
+            the growth of running sequences; rounded up.
+        unchunked: how a prompt is scheduled that may not be chunked, and for which decoding
+            leaves too little of `max_tokens`: `alone`, as the only prefill of a step, which
+            then has more tokens; or it has to `wait` for a step with room for it.
         max_chunk: the most prompt tokens of one sequence in a step, as long as there is
-            another one; None: `max_tokens` alone bounds them.
-        reserve: which blocks an admission takes: those of the whole `prompt`; those of its
-            first `chunk`, although the whole must be free or evictable; or those of its
-            `first-chunk`, whatever is left for the others. With tiers, the whole prompt.
-        commit: when blocks can be hit: once they are `computed`, or from the moment on that
-            they are `scheduled`, so that the next admission of the same step shares them.
-        generated: which generated blocks stay cached: those that are `keyed` by the workload,
-            or all of them are `cached`, under names that no other request has.
+            another sequence; None: `max_tokens` alone bounds them.
+        reserve: the blocks that an admission allocates: those of the whole `prompt`; those of
+            its first `chunk`, although those of the whole must be free or evictable; or those
+            of its `first-chunk`, however few are left then. With tiers, the whole prompt.
+        commit: when blocks can be hit: once they are `computed`, or as soon as they are
+            `scheduled`, so that the next admission of the same step shares them.
+        generated: which generated blocks stay cached: those that are `keyed` by the workload;
+            or all of them are `cached`, under keys that no other request has.
         admit_after_preemption: whether a step that preempts may admit.
         ties: which of the jobs that are last in order is preempted: of equal priority the
             one admitted `last`; or of equal priority and arrival the one admitted `first`.
-        lag: steps between a plan and what it knows: 1 under asynchronous scheduling, where a
-            step is planned while the one before it runs. What that step finishes, and who
-            arrives meanwhile, counts a step later.
+        lag: steps between a plan and the state it is based on: 1 under asynchronous
+            scheduling, where a step is planned while the one before it runs. Jobs that finish
+            or arrive during that step count a step later.
         null_block: whether a block of the pool is never used. The pool of the cache is
             without it; the watermark is a share of all blocks, rounded down.
         max_model_len: the most tokens of a sequence: a longer prompt is rejected, and a text
             ends there; None: unbounded.
-        new_token_ratio: beside running jobs an admission leaves room for all tokens that it
-            will generate, and for this share of those that they will: 4,096 tokens each at
-            most. See `TokenRatio` for how the share moves. Who finds no room ends the
-            admissions until one that runs has left. None: the watermark alone counts.
-        preempts: which job loses its blocks when those that decode find none: the `last` in
-            order; or of those that decode the `shortest`, with the fewest generated tokens,
-            then the longest prompt. What that has generated does not stay cached.
+        new_token_ratio: beside running jobs an admission leaves room for all tokens that its
+            own job will generate, and for this share of those that running jobs will, at most
+            4,096 tokens each. The share changes as `TokenRatio` says. A job that finds no room
+            ends the admissions until a running job has left. None: the watermark alone counts.
+        preempts: which job loses its blocks when decoding jobs find none: the `last` in
+            order; or the `shortest` of the decoding ones, with the fewest generated tokens,
+            then the longest prompt, whose generated blocks do not stay cached.
 
     Raises:
-        InputError: limits that let nothing run, or a rule that there is not.
+        InputError: the limits let nothing run, or a rule is unknown.
     """
 
     max_tokens: int = 8192
@@ -161,11 +161,11 @@ _DEFAULTS = Batching()
 
 
 class TokenRatio:
-    """The share of what running jobs will generate that an admission leaves room for.
+    """The share of the future tokens of running jobs that an admission leaves room for.
 
-    It falls with each decode step, over 600 of them to 0.14 of what it was given as. A
-    preemption sets it to what the jobs left have generated, and 20 tokens more each, of all
-    that they will. When nothing runs it starts anew. O(1) for any number of steps.
+    It falls with each decode step, within 600 steps to 0.14 of its first value. A preemption
+    sets it to the share of their tokens that the remaining jobs have generated, with 20 more
+    each. When nothing runs it is reset. O(1) for any number of steps.
 
     Source: `new_token_ratio` of SGLang 0.5 and its constants.
     """
@@ -189,7 +189,7 @@ class TokenRatio:
         self._value, self._since = self._first, step
 
     def preempted(self, left: Iterable[Job], step: int) -> None:
-        """Set the share by the jobs that are left, in the step that has preempted others."""
+        """Set the share by the remaining jobs, in the step that has preempted others."""
         jobs = list(left)
         generated = sum(job.generated for job in jobs) + 20 * len(jobs)
         self._value = min(1.0, generated / (sum(job.output_tokens for job in jobs) + 1))
@@ -197,19 +197,19 @@ class TokenRatio:
 
 
 class ServiceTimes(Protocol):
-    """Questions of a scheduler to its server: hits, and times of service."""
+    """Hits and times of service of a server, for its scheduler."""
 
     def probe(self, request: Request, now: int) -> int:
         """Return how many prompt tokens of `request` would hit in the cache. Pure."""
 
     def prefill_ns(self, tokens: int, context: int) -> int:
-        """Return the ns it takes to prefill `tokens` tokens after `context`, alone."""
+        """Return the ns to prefill `tokens` tokens after `context` in a step of their own."""
 
     def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
         """Return the ns in which a sequence with `context` tokens generates `tokens` more.
 
-        Together with `sequences - 1` others of its length, or fewer where the server
-        takes fewer.
+        It decodes together with `sequences - 1` others of its length, or with as many as
+        `max_seqs` allows.
         """
 
 
@@ -219,12 +219,12 @@ class LoopState:
 
     Attributes:
         now: the time, ns.
-        waiting: waiting jobs, in the order in which they queued up; those that were
-            preempted come first. `paused` ones among them hold blocks.
+        waiting: waiting jobs, in the order in which they queued up, preempted ones first.
+            Those whose stage is `paused` hold blocks.
         running: running jobs, in order of admission.
         free_slots: how many more jobs may run: `max_seqs` less the running ones.
         available_blocks: blocks that are free or can be evicted.
-        server: hits and times of service, on request.
+        server: hits and times of service.
     """
 
     now: int
@@ -237,13 +237,13 @@ class LoopState:
 
 @attrs.frozen
 class StepPlan:
-    """The jobs to schedule and the jobs to pause.
+    """The jobs to admit and the jobs to pause.
 
     Attributes:
-        admit: waiting jobs in the order in which they are offered a free slot, at best
-            lazily: the next is asked for once the one before is running. The first that
+        admit: waiting jobs in the order in which they are offered a free slot, best as a
+            generator: the next is taken from it once the one before runs. The first job that
             finds no slot, or no blocks, ends the admissions.
-        pause: running jobs to take off the batch, their blocks kept.
+        pause: running jobs to remove from the batch; they keep their blocks.
     """
 
     admit: Iterable[Job] = ()
@@ -253,21 +253,20 @@ class StepPlan:
 class Scheduler(Plugin):
     """Orders the jobs of a server. The easy tier is one function, `priority`.
 
-    Asked only when something has happened (an arrival, a step with prefill, a first token,
-    a completion, a preemption, a time given by `changes_at`), never step by step: k decode
-    steps with the same sequences are one event. Methods that are not overridden are never
-    called.
+    It is called only at events (an arrival, a step with prefill, a first token, a completion,
+    a preemption, a time returned by `changes_at`), never step by step: k decode steps with
+    the same sequences are one event. Methods that are not overridden are never called.
 
-    A job's priority is asked when it queues up, and compared with those asked at other times:
-    it must not move with the clock. Return a deadline, not a slack. A scheduler that is
-    `preemptive` pauses the running job that is last in its order for a waiting one that is
-    before it; the priority of a running job may then only improve, relative to those that
-    wait.
+    The priority of a job is computed when it queues up, and compared with priorities from
+    other times: it must not depend on the clock. Return a deadline, not a slack. A scheduler
+    that is `preemptive` pauses the running job that is last in its order for a waiting one
+    that is before it; the priority of a running job may then only improve, relative to
+    waiting ones.
 
-    Only a slot of the batch is taken from a running job. A job that finds no blocks for its
-    prompt waits, however urgent, since making room would throw work away. When running jobs
-    need blocks to go on and there are none, the running or paused job last in order at that
-    moment is preempted: its blocks are given up, and it computes them again later.
+    A running job loses only its slot in that way. A job that finds no blocks for its prompt
+    waits, however urgent, since making room would throw work away. When running jobs need
+    blocks to go on and there are none, the running or paused job last in order at that
+    moment is preempted: its blocks are freed, and it computes them again later.
     """
 
     kind: ClassVar[str] = "scheduler"
@@ -278,21 +277,21 @@ class Scheduler(Plugin):
     server: ServiceTimes
 
     def attach(self, server: ServiceTimes) -> None:
-        """Store the server it works for. Called once."""
+        """Store the server whose jobs it orders. Called once."""
         self.server = server
 
     @abstractmethod
     def priority(self, job: Job, now: int) -> Any:
         """Return the sort key of `job`: the lowest goes first.
 
-        Any values that can be compared with one another will do, but None and NaN. Ties go
-        to the job that arrived first.
+        Any values that can be compared with one another will do, except None and NaN. Of equal
+        ones the job that arrived first goes first.
         """
 
     def changes_at(self, job: Job, now: int) -> int | None:
         """Return when (ns, after `now`) the priority of a waiting job changes by itself.
 
-        It is then asked again. None: it does not.
+        `priority` is called again then. None: it does not change.
         """
         del job, now
         return None
@@ -307,10 +306,10 @@ class Scheduler(Plugin):
         """Called when `job`, which ran, has ended."""
 
     def withdrawn(self, job: Job, now: int) -> None:
-        """Called when `job`, which waits, is given up: its client has gone, or its K/V."""
+        """Called when a waiting `job` is removed: its client has gone, or its K/V is lost."""
 
     def plan(self, state: LoopState) -> StepPlan:
-        """Return which jobs to schedule and to pause. The full tier: override it as a whole.
+        """Return which jobs to admit and to pause. The full tier: override it as a whole.
 
         Unless overridden it is not called: the loop does the same, without sorting.
         """

@@ -16,7 +16,7 @@ from kvcore.units import PS_PER_NS
 class StepTimes:
     """The times of consecutive decode steps of the same sequences, in picoseconds.
 
-    Step i takes `max(a + b * i)` over a few lines, since the context grows by as much with
+    Step i takes `max(a + b * i)` over a few lines, since the context grows by the same with
     every step. All methods are exact; they cost O(lines that are the maximum somewhere).
 
     Attributes:
@@ -33,7 +33,7 @@ class StepTimes:
         Args:
             pieces: lines in the context.
             context: the context of the first step, by attention window.
-            growth: how much each step adds to it.
+            growth: tokens that each step adds to it.
         """
         self._lines: Sequence[tuple[int, int]] = ()
         if len(growth) == 1:
@@ -58,7 +58,7 @@ class StepTimes:
         self._lines, self.line = lines, lines[0] if len(lines) == 1 else None
 
     def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:
-        """Return (time of the first step, what each adds to it, steps) of straight parts."""
+        """Return (ps of the first step, ps that each adds, steps) of straight parts."""
         line = self.line
         return self._parts(steps) if line is None else ((*line, steps),)
 
@@ -103,7 +103,7 @@ def _sum(first: int, slope: int, count: int) -> int:
 
 
 def _steps_for(first: int, slope: int, count: int, time: int) -> int:
-    """Return the fewest of `count` steps whose sum is at least `time`, which all reach."""
+    """Return the fewest steps whose sum is at least `time`; `count` steps suffice."""
     if time <= 0:
         return 0
     if not slope:
@@ -118,7 +118,7 @@ def _steps_for(first: int, slope: int, count: int, time: int) -> int:
 
 
 _STRETCH: Final = 256
-"""Tokens for which a latency model without lines is asked once."""
+"""Tokens of context that share one sample of a latency model without lines."""
 
 
 class ServiceEstimates:
@@ -147,9 +147,9 @@ class ServiceEstimates:
     def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
         """Return the ns in which `sequences` sequences generate `tokens` tokens each.
 
-        Exact by the lines of a latency model. A model without lines is taken to need, for
-        each token, its time at the end of a stretch of contexts: stretches lie fixed, so that
-        the time left never rises while tokens are generated.
+        Exact for a latency model with lines. For one without, each token takes the time at the
+        end of its stretch of contexts: the stretches are fixed, so that the remaining time
+        never rises while tokens are generated.
         """
         count, end, time_ps = min(sequences, self._max_seqs), context + tokens, 0
         part = self._by_lines if self._latency.jumps else self._by_samples
@@ -159,7 +159,7 @@ class ServiceEstimates:
         return time_ps // PS_PER_NS
 
     def _by_lines(self, count: int, context: int, end: int) -> tuple[int, int]:
-        """Return up to where no window fills, at most `end`, and the ps up to there."""
+        """Return the next context at which a window fills, or `end`, and the ps up to it."""
         windows = self._windows
         full = (window - 1 for window in windows if window is not None)
         upto = min((at for at in full if context < at < end), default=end)
@@ -171,7 +171,7 @@ class ServiceEstimates:
         return upto, times.total(upto - context)
 
     def _by_samples(self, count: int, context: int, end: int) -> tuple[int, int]:
-        """Return where the stretch of `context` ends, at most `end`, and the ps up to there."""
+        """Return where the stretch of `context` ends, at most `end`, and the ps up to it."""
         border = (context // _STRETCH + 1) * _STRETCH
         upto = min(border, end)
         longest = self._latency.duration(self._step(count, border - 1))

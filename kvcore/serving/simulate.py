@@ -1,4 +1,4 @@
-"""Simulate a serving system: what it would do with a workload, by a latency model."""
+"""Simulate a server that serves a workload, in the time of a latency model."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ def simulate(
 ) -> Result:
     """Serve `workload` in the time that a latency model gives.
 
-    Costs some tens of microseconds a request, whatever its length.
+    Costs some tens of microseconds a request, whatever its number of tokens.
 
     Args:
         workload: a workload, or any requests in order of arrival.
-        cache: where K/V is kept, in `tokens` counting; a new one for each run.
+        cache: where K/V is kept, in `tokens` accounting; a new one for each run.
         scheduler: the order in which requests are served; None is the `fcfs` plugin.
         latency: how long a step takes; None is the `roofline` plugin.
         batching: the limits of a step; None: `Batching()`.
-        slo: what is expected for requests that bring no SLO of their own.
-        rate_scale: how many times as fast open-loop requests arrive.
+        slo: the SLO of requests without one of their own.
+        rate_scale: factor on the rate at which open-loop requests arrive.
         allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
             the size of `cache` in which a request reserves its prompt and the longest
-            possible output in one piece, and shares nothing. `cache` then says no more than
-            the size, and the result has another one.
-        max_output: for `contiguous`, what the longest possible output is, in tokens; a
-            request that asks for more reserves what it asks for. None: the longest of the
-            workload, which is read once for it.
-        fragmentation: whether to measure what memory is used for, which costs some 10 % more
+            possible output in one piece, and shares nothing. Of `cache` only the size is
+            used then, and the result has another one.
+        max_output: for `contiguous`, the longest possible output in tokens; a request with a
+            longer one reserves that. None: the longest output of the workload, which is read
+            once for it.
+        fragmentation: whether to measure how memory is used, which costs some 10 % more
             time; `contiguous` runs always do.
         residency: whether to measure how long blocks rest, which costs 15 % more time, and
             40 % where blocks are small and many.
-        jumps: whether decode steps between two events are run as one. Changes nothing but
-            the time it takes. With a drafter they are not.
+        jumps: whether decode steps between two events are run as one, which changes only the
+            time that the simulation takes. With a drafter they are not.
         drafter: how many drafts are accepted, such as the `acceptance` plugin; None: one
             token a sequence and step.
 
@@ -189,12 +189,12 @@ def serve(
         scheduler: the order of jobs.
         executor: runs a step, or computes the time it takes.
         batching: the limits of a step.
-        slo: the SLO of requests that bring none of their own.
-        rate_scale: how many times as fast open-loop requests arrive.
-        fragmentation: whether to measure what memory is used for.
+        slo: the SLO of requests without one of their own.
+        rate_scale: factor on the rate at which open-loop requests arrive.
+        fragmentation: whether to measure how memory is used.
         residency: whether to measure how long blocks rest.
         jumps: whether decode steps between two events are run as one.
-        allocator: makes an allocator that measures; None: blocks, measured or not.
+        allocator: makes an allocator that measures; None: one that pages.
 
     Raises:
         InputError: as `simulate` does.

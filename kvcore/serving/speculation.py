@@ -27,7 +27,7 @@ class SpeculativeExecutor(Executor, Protocol):
     """An executor whose steps verify drafts.
 
     Attributes:
-        drafter: drafts the tokens, or says how many are accepted.
+        drafter: drafts the tokens, or gives the number that is accepted.
     """
 
     drafter: Drafter
@@ -46,9 +46,7 @@ class SpeculativeExecutor(Executor, Protocol):
 
 
 class SpeculativeSimulator(SimulatedExecutor):
-    """Computes nothing: the drafter says what is accepted, the latency model for how long."""
-
-    jumps = False
+    """Computes nothing: the drafter gives accepted drafts, the latency model the time."""
 
     def __init__(self, latency: LatencyModel, drafter: Drafter) -> None:
         super().__init__(latency)
@@ -71,7 +69,7 @@ class SpeculativeSimulator(SimulatedExecutor):
         decoding: Sequence[Job],
         limits: Sequence[int],
     ) -> StepResult:
-        """Return the tokens that the drafter says are accepted, and the step's time."""
+        """Return the numbers of drafts and of accepted ones by the drafter, and the time."""
         del chunks
         accepted = self.drafter.accepted
         verified = [
@@ -119,11 +117,11 @@ def with_drafts(
 class SpeculativeLoop(ServingLoop):
     """The serving loop whose decode steps verify drafts: a sequence gets 1 to k + 1 tokens.
 
-    Before a step each decoding sequence gets slots for its drafts: at most k, no more than it
-    has tokens to come beside the model's own one, than `max_tokens` leaves beside prefill,
-    and than blocks are free or evictable for. Drafts preempt nobody. After the step the slots
-    of rejected drafts are rolled back, before a block is committed: what is shared holds
-    accepted tokens alone. Steps are run one by one.
+    Before a step each decoding sequence gets slots for its drafts. Their number is at most k,
+    the tokens that it still needs beside the model's own one, the rest of `max_tokens` beside
+    prefill, and the room in free or evictable blocks: drafts preempt no job. After the step
+    the slots of rejected drafts are rolled back, before a block is committed: shared blocks
+    hold only accepted tokens. Steps are run one by one.
     """
 
     _executor: SpeculativeExecutor
@@ -138,8 +136,8 @@ class SpeculativeLoop(ServingLoop):
             )
             raise InputError(msg)
         self.log.drafts = DraftStats()
-        # Of the step that has begun: who decodes, with how many drafts at most, who of them
-        # got blocks for these, and what was computed.
+        # Of the step that has begun: the decoding jobs, the most drafts of each, those jobs
+        # that were extended by slots for drafts, and the work and its result.
         self._jobs: list[Job] = []
         self._limits: list[int] = []
         self._extended: set[Job] = set()
@@ -156,7 +154,7 @@ class SpeculativeLoop(ServingLoop):
         return result
 
     def _extend(self, prefill: int) -> list[int]:
-        """Allocate slots for drafts; return for how many of each job of the step."""
+        """Allocate slots for drafts; return the most drafts of each job of the step."""
         cache, now = self._cache, self.clock_ps // PS_PER_NS
         most, size = self._executor.drafter.tokens, cache.geometry.block_size
         left = self.batcher.batching.max_tokens - prefill - len(self._jobs)
@@ -165,7 +163,7 @@ class SpeculativeLoop(ServingLoop):
             seq, count = job.seq, min(most, job.output_left - 1, left)
             assert seq is not None
             if count > 0:
-                # Those in the block of the newest token are there.
+                # The slots behind the newest token in its block are allocated already.
                 length = job.length + 1
                 slots = -length % size
                 if count > slots:
@@ -196,7 +194,7 @@ class SpeculativeLoop(ServingLoop):
             self._jobs, self._limits, result.verified, strict=True
         ):
             if job.stage != DECODE:
-                continue  # it was given up while the step ran
+                continue  # it was aborted while the step ran
             stats.outcomes[drafted, accepted] += 1
             if accepted:
                 batch.gain(job, accepted)
@@ -206,7 +204,7 @@ class SpeculativeLoop(ServingLoop):
                 cache.rollback(job.seq, limit - accepted, now)
         extended.clear()
         if more:
-            # They come together with the token after them.
+            # Accepted drafts come at the same moment as the token after them.
             self.log.itl.pending.append((0, 0, 1, more))
         if work.decode and not work.prefill and self._executor.mode == "model":
             plain_ps = self._executor.latency.duration(work)

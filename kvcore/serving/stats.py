@@ -1,4 +1,4 @@
-"""What is kept of a run: a row a request, percentiles, and what the pool was used for."""
+"""Records of a run: a row a request, percentiles, and the use of the pool over time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Cell = TypeVar("Cell")
 
 
 class Column(Generic[Cell]):
-    """A column of a log: a sequence of which the newest cells alone are held in memory.
+    """A column of a log: a sequence that holds only its newest cells in memory.
 
-    The others lie in a temporary file, or in memory where none can be written. To read a cell
-    of the file costs reading `ROWS` of them, unless it is near the last one that was read.
+    The others are in a temporary file, or in memory if none can be written. Reading a cell of
+    the file reads `ROWS` of them, unless it is in the part that was read last.
 
     Attributes:
         newest: the cells that are in no file. Append to it; once it has `ROWS`, call `store`.
@@ -46,7 +46,7 @@ class Column(Generic[Cell]):
     def __init__(self, typecode: str = "") -> None:
         """Make an empty column, of integers in an array, or of integers, texts and None."""
         self.newest: Any = array(typecode) if typecode else []
-        # Of each part the file, its place and its size there; or its bytes.
+        # Each part as its file, offset and size; or as bytes.
         self._parts: list[tuple[Spool, int, int] | bytes] = []
         self._loaded = -1
         self._loaded_part: Any = None
@@ -140,7 +140,7 @@ class Column(Generic[Cell]):
         return f"<Column of {len(self)}: {list(islice(self, 8))}>"
 
     def _part(self, number: int) -> Any:
-        """Return a part that was stored; the last one is kept."""
+        """Return a stored part; the last one that was read stays in memory."""
         if number != self._loaded:
             import pickle  # noqa: PLC0415 - for long runs alone
 
@@ -157,7 +157,7 @@ class Column(Generic[Cell]):
 
 
 UNJUDGED, MISSED, MET = -1, 0, 1
-"""How a request fared by its SLO: nothing can be judged, it has missed it, it has met it."""
+"""The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -165,18 +165,19 @@ class RunLog:
     """Columns of a run, one row a request, in the order in which these ended.
 
     Attributes:
-        slo: what is expected for requests that bring no SLO of their own.
-        ids, tenants: of the requests.
-        arrival, admitted, first_token, finish: their times, ns; -1 where there is none.
-        prompt, output, hit, loaded, pauses, recomputes, swaps: their numbers; `loaded` are
-            prompt tokens that came from tiers.
-        verdict: how they fared by their SLO.
-        reasons: why the request of a row was rejected; the others have finished.
+        slo: the SLO of requests without one of their own.
+        ids, tenants: ids of the requests, and their tenants.
+        arrival, admitted, first_token, finish: times of requests, ns; -1 for none.
+        prompt, output, hit, loaded: tokens of requests; `loaded` are prompt tokens that were
+            loaded from tiers.
+        pauses, recomputes, swaps: preemptions of requests, by kind.
+        verdict: `MET`, `MISSED` or `UNJUDGED`, by the SLO of the request.
+        reasons: by row, why a request was rejected; all other requests have finished.
         itl: times between two tokens of a request.
         pool: the pool's blocks over time.
         steps, busy_ps: steps run, and the picoseconds they took.
-        drafts: what became of drafts; None: there was no drafter.
-        own_slos: requests that brought an SLO of their own.
+        drafts: counts of drafts; None: there was no drafter.
+        own_slos: number of requests with an SLO of their own.
     """
 
     def __init__(self, blocks: int, slo: SLO | None = None) -> None:
@@ -323,7 +324,7 @@ class Percentiles:
 
 
 class Times:
-    """Samples that are made anew each time that they are iterated over."""
+    """Samples that are computed each time that they are iterated over."""
 
     __slots__ = ("_make",)
 
@@ -346,10 +347,10 @@ _BUCKETS = 1 << 14
 
 
 def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -> list[int]:
-    """Return the samples of some ranks, from 1, ascending, of those from `least` to `most`.
+    """Return the samples at `ranks`, counted from 1 and ascending, between `least` and `most`.
 
-    All are counted, in buckets of equal width; those of the buckets of the ranks are sorted,
-    or counted again where they are too many.
+    The samples are counted in buckets of equal width. The buckets with the ranks are sorted,
+    or counted again if they are too large.
     """
     width = (most - least) // _BUCKETS + 1
     counts: Counter[int] = Counter()
@@ -382,8 +383,8 @@ def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -
 
 
 TokenGap: TypeAlias = tuple[int, int, int, int]
-"""(first, slope, steps, jobs): in each of so many steps so many jobs got a token, the first
-`first` ps after the one before, and with each step `slope` ps later."""
+"""(first, slope, steps, jobs): in each of `steps` steps `jobs` jobs got a token, in the first
+step `first` ps after the token before, and with each further step `slope` ps more."""
 
 
 class TokenGaps:
@@ -490,7 +491,7 @@ class PoolTimeline:
             at = bisect_left(times, self._due, at + 1)
 
     def summary(self, first: int, end: int) -> dict[str, Any]:
-        """Return peak, means from `first` to `end` in ns (None if they are equal), samples.
+        """Return peak, samples, and means from `first` to `end` in ns (None if these equal).
 
         Before `first` no block was active or cached; `end` is no earlier than the last event.
         """
@@ -536,22 +537,22 @@ class PoolTimeline:
 class Fragmentation:
     """How well a run used its memory. Shares are of the pool's slots, one token each.
 
-    `used + cached + internal` and what was free are the whole pool. Means are over the time
+    `used + cached + internal` and the free share are the whole pool. Means are over the time
     from the first arrival on; between two events, lengths and blocks are taken to grow evenly
     with each step.
 
     Attributes:
-        running: running requests, mean.
-        used: slots that hold tokens of open requests, mean. Shared ones count once.
-        cached: slots that hold tokens of no open request, for later ones to hit, mean.
-        internal: slots that open requests hold without a token in them (yet), mean: unfilled
-            tails, prompts still to be computed, output still to come.
-        uncomputed: those of them that prefill fills next, mean.
-        internal_peak: the most of these at any event.
+        running: mean number of running requests.
+        used: mean share of slots with tokens of open requests. Shared ones count once.
+        cached: mean share of slots with tokens of no open request, which later ones may hit.
+        internal: mean share of slots that open requests hold without a token in them (yet):
+            unfilled tails, prompts still to be computed, output still to come.
+        uncomputed: mean share of slots that prefill fills next, a part of `internal`.
+        internal_peak: the largest `internal` share at any event.
         external: share of the time in which the next request waited for memory although
-            enough was free in sum, in holes too short for it. In a paged pool there is no
+            enough was free in total, in holes too short for it. In a paged pool there is no
             such time.
-        external_free: what was free at those times, mean; None without any.
+        external_free: mean share of free slots at those times; None without any.
     """
 
     running: float

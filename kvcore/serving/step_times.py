@@ -18,10 +18,10 @@ from kvcore.serving.calibration import MeasuredStep
 from kvcore.units import PS_PER_S
 
 EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]
-"""Engines that there are step times of."""
+"""Engines with step times in the package."""
 
 TableDtype: TypeAlias = Literal["bf16", "fp8"]
-"""Formats that there are step times in."""
+"""Number formats with step times in the package."""
 
 PREFILL = (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 DECODE = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -56,9 +56,9 @@ class StepGrid:
     """Step times of a deployment, in microseconds; none falls with more work.
 
     Attributes:
-        base: without attention, by `PREFILL` and then by `DECODE`.
-        pairs: what `PAIRS` pairs of prompt tokens take besides, by `PREFILL`.
-        context: what `CONTEXT` context tokens take besides, by `DECODE`.
+        base: times without attention, by `PREFILL` and then by `DECODE`.
+        pairs: additional times of `PAIRS` pairs of prompt tokens, by `PREFILL`.
+        context: additional times of `CONTEXT` context tokens, by `DECODE`.
     """
 
     base: Sequence[Sequence[int]]
@@ -101,13 +101,13 @@ def shipped_grid(
 
     Args:
         model: a name of the catalogue, or a specification.
-        device: likewise.
+        device: a name of the catalogue, or a specification.
         tensor_parallel: number of devices that share the model.
         engine: one of `EngineName`.
         dtype: one of `TableDtype`; None: that of the model's weights.
 
     Raises:
-        InputError: there is none, names the nearest ones.
+        InputError: there is none; the error names the nearest ones.
     """
     spec = find_model(model) if isinstance(model, str) else model
     gpu = find_device(device) if isinstance(device, str) else device

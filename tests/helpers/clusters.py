@@ -101,6 +101,7 @@ def serve_cluster(
     decode_router=None,
     layers=4,
     drafter=None,
+    planner=None,
     **batching,
 ):
     """Serve `requests` with alike replicas; check that nothing is lost.
@@ -150,6 +151,7 @@ def serve_cluster(
         failures=[Failure.parse(each) if isinstance(each, str) else each for each in failures],
         rate_scale=rate_scale,
         phases=phases,
+        planner=planner,
         trace=merged,
     )
     if merged is not None:

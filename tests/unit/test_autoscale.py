@@ -1,13 +1,18 @@
 """Replicas that start and stop: served requests, lost caches, what was paid for."""
 
+import attrs
 import pytest
+from helpers.clusters import serve_cluster
+from helpers.serving import ask
 
 import kvcore
 from kvcore import InputError, Request
 from kvcore.cluster import simulate_cluster
+from kvcore.cluster.planner import Planner
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
 from kvcore.trace import Trace, read_events, replay
+from kvcore_plugins.latency import TokenRate
 
 SECOND = 10**9
 BUSY = 160
@@ -109,6 +114,30 @@ def test_no_replica_leaves_while_it_is_calm():
     result = serve(autoscale="throughput:interval=20,start_up=10,cool_down=1000")
     assert result.changes
     assert all(change.up for change in result.changes)
+
+
+@attrs.define(eq=False, kw_only=True)
+class Script(Planner):
+    """Wants what it is given, then what it wanted last."""
+
+    name = "script"
+    plans: list[int] = attrs.field(factory=list)
+    _calls: int = attrs.field(default=0, init=False)
+
+    def wanted(self, demand, replicas, profile, slo, phase):
+        """Return the next of the plans."""
+        del demand, replicas, profile, slo, phase
+        self._calls += 1
+        return self.plans[min(self._calls, len(self.plans)) - 1]
+
+
+def test_planning_goes_on_while_requests_wait_for_a_replica():
+    """The only replica leaves while another starts up: a request waits for it, then decodes."""
+    planner = Script(plans=[2, 1], interval=1, start_up=10, cool_down=0)
+    requests = [ask(0), ask(1, round(2.5 * SECOND), output=3)]
+    run = serve_cluster(requests, planner=planner, latency=lambda: TokenRate(decode=0.0005))
+    assert [line["t"] for line in run.of("ROUTE")] == [0, 11 * SECOND]
+    assert planner._calls > 11
 
 
 @pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])

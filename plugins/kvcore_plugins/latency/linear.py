@@ -1,4 +1,4 @@
-"""Time as a sum of four terms."""
+"""Step time as a sum of four terms."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvcore.units import picoseconds
 
 @attrs.define(slots=False, eq=False)
 class Linear(LatencyModel):
-    """Add up what a step, its prompt tokens, its sequences and their context take.
+    """Add up the times of a step, its prompt tokens, its sequences and their context.
 
     `step + prefill · prompt tokens + decode · sequences + context · tokens attended to`.
-    The defaults are Llama 3 8B on four H100, rounded from the lines of `roofline`; for a
-    server you can measure, `kvcore calibrate` finds them.
+    The defaults are those of Llama 3 8B on four H100, rounded from the lines of `roofline`;
+    `kvcore calibrate` fits them to a measured server.
 
     Options:
-        step: seconds a step takes by itself.
+        step: seconds of a step without work.
         prefill: seconds for each prompt token.
         decode: seconds for each sequence that generates a token.
-        context: seconds for each token that these attend to.
+        context: seconds for each token that these sequences attend to.
     """
 
     name: ClassVar[str] = "linear"
@@ -44,12 +44,12 @@ class Linear(LatencyModel):
         self._context = picoseconds(self.context, "linear: context")
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
-        """Return the one line."""
+        """Return the only line."""
         a = self._step + self._prefill * work.prefill + self._decode * work.decode
         return ((a, self._context),)
 
     def fixed(self, works: Sequence[StepWork]) -> list[float]:
-        """Return nothing for each of `works`: every term is fitted."""
+        """Return 0 for each of `works`: every term is fitted."""
         return [0.0] * len(works)
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
@@ -57,7 +57,7 @@ class Linear(LatencyModel):
         return [[[1, work.prefill, work.decode, work.context[0]]] for work in works]
 
     def coefficients(self) -> dict[str, Any]:
-        """Return the four, in picoseconds."""
+        """Return the four options in picoseconds."""
         return {
             "step_ps": self._step,
             "prefill_ps": self._prefill,

@@ -1,4 +1,4 @@
-"""Time from a model's and a device's data sheets: kernel by kernel, and all-reduces."""
+"""Step time from the data sheets of a model and a device, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ that every device keeps whole (norms, residuals), and those that devices share (
 of attention and of the feed-forward network)."""
 
 ATTENTION = Fraction(4, 5)
-"""What attention reaches of FLOP/s, as a share of what products with weights do."""
+"""The FLOP/s that attention reaches, as a share of those that products with weights reach."""
 
 FP8_PRODUCTS = Fraction(9, 10)
-"""What products with weights in fp8 reach of their FLOP/s, as a share of what those in 16 bits
-reach of theirs."""
+"""The share of its FLOP/s that a product with fp8 weights reaches, over that of one in 16
+bits."""
 
 FP8_ACTIVATIONS = 4
-"""More of the whole `ACTIVATIONS` with weights in fp8: they are quantised."""
+"""Additional `ACTIVATIONS` of the first kind with weights in fp8: they are quantised."""
 
 FP8_LAYER = Fraction(14, 10**6)
-"""Seconds a layer with weights in fp8 takes besides: kernels that quantise."""
+"""Additional seconds of a layer with weights in fp8: kernels that quantise."""
 
 NARROW_KV = Fraction(17, 20)
-"""What reading K/V of less than 16 bits reaches of the bandwidth, as a share of what reading
-wide K/V does."""
+"""The bandwidth that reading K/V of less than 16 bits reaches, as a share of that of reading
+K/V of 16 bits."""
 
 LINK = Fraction(3, 5)
 """Share of the links' bytes/s that an all-reduce reaches."""
@@ -65,14 +65,14 @@ class Roofline(LatencyModel):
     `overhead + layers x layer_overhead + products + attention + activations + all-reduces`:
 
     - products with weights: 2 FLOP for each active parameter and token over all FLOP/s, or
-      reading the weights once (of experts, those that so many tokens are expected to take),
+      reading the weights once (of experts, those that the tokens are expected to select),
       whichever takes longer;
     - attention: the FLOP of the pairs that prompt tokens attend to; the K/V that decoding
       sequences attend to, and the K/V written, over all bandwidth;
-    - activations: what norms and element-wise kernels write and read for each token;
+    - activations: the bytes that norms and element-wise kernels write and read for each token;
     - all-reduces: two a layer over the links of the devices, as a ring.
 
-    Layers with a sliding window count with what is in their window. Weights are divided by
+    Layers with a sliding window count the tokens in their window. Weights are divided among
     the devices; so are K/V heads, but there may be fewer of these than devices, and a
     latent (MLA) is not divided at all. Left out: the K/V that a prefill chunk reads of the
     context before it (its pairs take longer to compute). Coefficients in the context are
@@ -85,16 +85,16 @@ class Roofline(LatencyModel):
 
     Options:
         model: a name of the catalogue; in code also a `ModelSpec`.
-        device: likewise; in code also a `DeviceSpec`.
+        device: a name of the catalogue; in code also a `DeviceSpec`.
         tensor_parallel: devices that share the model, all in one server.
-        codec: of the K/V; in code also a `Codec`.
-        block_size: tokens of a block, among which a codec may divide scales.
+        codec: the codec of the K/V; in code also a `Codec`.
+        block_size: tokens of a block, for which a codec may store common scales.
         compute: share of the FLOP/s that products of large matrices reach.
         bandwidth: share of the bandwidth that is reached.
-        overhead: seconds a step takes besides, whatever the model: where an engine does not
-            prepare a step while the one before runs, several milliseconds.
-        layer_overhead: seconds a layer takes besides: launches, and kernels too small to be
-            bound by anything else.
+        overhead: additional seconds of a step, whatever the model: several milliseconds if an
+            engine does not prepare a step while the one before runs.
+        layer_overhead: additional seconds of a layer: launches, and kernels too small to be
+            bound by compute or bandwidth.
         frontend: seconds between the arrival of a request and when it can be planned.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
@@ -182,7 +182,7 @@ class Roofline(LatencyModel):
         return self._windows
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
-        """Return the one line of the step. Costs O(windows)."""
+        """Return the only line of the step. Costs O(windows)."""
         fine = self._by_tokens(work.prefill + work.decode)
         if len(self._read) == 1:
             fine += self._pairs[0] * work.attended_pairs[0]
@@ -218,7 +218,7 @@ class Roofline(LatencyModel):
         ]
 
     def coefficients(self) -> dict[str, Any]:
-        """Return what a token, a pair and a step take in each kernel, in picoseconds."""
+        """Return the picoseconds of a token, a pair and a step in each kernel."""
         model, device = self._names
         return {
             "model": model,
@@ -248,7 +248,7 @@ class Roofline(LatencyModel):
         return attrs.evolve(self, model=spec)
 
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
-        """Refuse what no deployment can be like."""
+        """Raise InputError if no deployment can have these options."""
         devices, problem = self.tensor_parallel, None
         if type(devices) is not int or devices < 1:
             problem = f"tensor_parallel={devices!r} must be a number of devices, 1 or more"

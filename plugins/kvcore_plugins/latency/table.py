@@ -1,4 +1,4 @@
-"""Time by a measured grid, interpolated."""
+"""Step time by interpolation in a measured grid."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Table(LatencyModel):
     for each combination of their values. Where these are given more than once with other
     `attended_pairs`, those are a column of the grid too.
 
-    In between, the time is interpolated linearly in all of them (multilinear). Before the
-    first value of a column it is that of the first. Beyond the last it goes on with the
-    steepest slope that any row of cells at that border has: one slope for all, so that more
-    work never takes less time. Exact in rationals, rounded down to a picosecond.
+    In between, the time is interpolated linearly in all columns (multilinear). Before the
+    first value of a column it is the time of that value. Beyond the last value it goes on with
+    the steepest slope of any row of cells at that border: one slope for all, so that more work
+    never takes less time. Exact in rationals, rounded down to a picosecond.
 
     If slopes in the context fall neither with the context nor with other work, as in a grid
     with two contexts that is a sum, the times are lines, and the simulator can jump: slopes
@@ -44,7 +44,7 @@ class Table(LatencyModel):
     Options:
         path: a file.
         engine: `vllm`, `trtllm` or `sglang`: a grid of the package instead.
-        model, device, tensor_parallel: what the grid of the package is of.
+        model, device, tensor_parallel: the deployment of the grid of the package.
         weights_dtype: `bf16` or `fp8`, of weights and K/V; by default that of the model.
     """
 

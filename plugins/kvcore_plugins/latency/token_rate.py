@@ -1,4 +1,4 @@
-"""Time by two rates."""
+"""Step time by two token rates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TokenRate(LatencyModel):
         self._decode = _token_picoseconds("decode", self.decode)
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
-        """Return the one line, which is flat."""
+        """Return the only line, which is flat."""
         return ((self._prefill * work.prefill + self._decode * work.decode, 0),)
 
     def coefficients(self) -> dict[str, Any]:

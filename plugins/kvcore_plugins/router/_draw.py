@@ -1,4 +1,4 @@
-"""Random choices that depend on the request alone, not on what was drawn before."""
+"""Random choices that depend on the request alone, not on earlier draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = 8
 
 
 def draw(seed: int, name: str, what: object) -> float:
-    """Return a number from 0 up to 1, drawn for `what`."""
+    """Return a number in [0, 1), which follows from the arguments alone."""
     digest = blake2b(f"{seed}/{name}/{what!r}".encode(), digest_size=_BYTES).digest()
     return int.from_bytes(digest, "big") / (1 << 8 * _BYTES)
 

@@ -1,4 +1,4 @@
-"""Prefix affinity: where the prompt is, among the replicas that have most of it."""
+"""Prefix affinity: the least loaded of the replicas with the longest prefix."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from kvcore_plugins.router._draw import lowest
 
 @attrs.define(slots=False, eq=False)
 class PrefixAffinity(Router):
-    """Send a request to the least loaded of the replicas that hit about the most. O(replicas).
+    """Send a request to the least loaded replica with about the longest match. O(replicas).
 
-    About the most is a share of the prompt that is at most `tolerance` below the largest.
-    With 0 a prefix that many requests share stays on one replica, however loaded it is, but
-    for a bound: then a replica with that many times the mean of requests in flight is left out.
+    A match is about the longest if it is at most `tolerance` of the prompt shorter than the
+    longest. With a tolerance of 0 a prefix that many requests share stays on one replica,
+    however loaded it is, unless there is a `bound`: a replica with that many times the mean
+    number of requests in flight is left out.
 
     Options:
         tolerance: share of the prompt, from 0 to 1.
-        bound: how many times the mean a replica may have, 1 or more; 0: any number.
+        bound: most requests in flight as a multiple of the mean, 1 or more; 0: no bound.
         seed: number from which draws among equals are derived.
 
-    Source: ELDR, whose tolerance is 0.1, as surveys give it.
+    Source: ELDR, with a tolerance of 0.1 as surveys report it.
     """
 
     name: ClassVar[str] = "prefix-affinity"
@@ -48,7 +49,7 @@ class PrefixAffinity(Router):
             raise InputError(msg)
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
-        """Return the one with the fewest requests of those that hit about the most."""
+        """Return the replica with the fewest requests of those with about the longest match."""
         del now
         if self.bound:
             flying = sum(replica.requests for replica in replicas)

@@ -23,15 +23,16 @@ class Dynamo(Router):
         credit = hit_weight * decay * hit
         decay  = 1 / (1 + delta * (prefilling - the least of all) / prompt)
 
-    `prefilling` is what its requests without a first token have yet to compute, `decode`
-    what the prompts of all in flight hold. The lowest goes, a random one of several; with a
-    temperature one is drawn, with the weights exp(-cost / range of the costs / temperature).
+    `prefilling` are the blocks that its requests without a first token have yet to compute,
+    `decode` those that the prompts of all requests in flight fill. The lowest cost wins, a
+    random one of equal ones; with a temperature a replica is drawn, with the weights
+    exp(-cost / range of the costs / temperature).
 
     Options:
-        hit_weight: blocks that a block that hits is worth.
-        delta: how much less hits are worth where more prefill waits.
+        hit_weight: credit in blocks for a block that hits.
+        delta: how fast the credit decays with the prefill that waits.
         prefill_scale, load_weight: weights of prefill, and of requests in flight.
-        temperature: 0: the lowest cost goes.
+        temperature: of the draw; 0: the lowest cost wins.
         seed: number from which draws are derived.
 
     Source: ai-dynamo, lib/kv-router, scheduling/selector/default.rs and config.rs, 2026, whose

@@ -19,7 +19,7 @@ class LLMD(Router):
         + kv * (1 - share of the blocks in use)
         + prefix * blocks that hit / blocks of the prompt
 
-    A random one of several goes.
+    Of equal ones a random one is taken.
 
     Options:
         queue, kv, prefix: the weights.

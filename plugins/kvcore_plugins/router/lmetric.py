@@ -14,7 +14,7 @@ class LMetric(Router):
     """Send a request where tokens to prefill, times the batch, are fewest. O(replicas).
 
     The tokens are those that the replica has yet to prefill, with this request; the batch is
-    the number of requests in flight, with this one. There is nothing to be tuned.
+    the number of requests in flight, with this one. There are no options.
 
     Source: arXiv 2603.15202 (OSDI 2026).
     """
@@ -22,6 +22,6 @@ class LMetric(Router):
     name: ClassVar[str] = "lmetric"
 
     def cost(self, request: Request, replica: Replica) -> float:
-        """Return the product."""
+        """Return tokens to prefill times requests in flight, this request included."""
         missing = max(request.prompt_tokens - replica.hit_tokens, 0)
         return (replica.waiting_tokens + missing) * (replica.requests + 1)

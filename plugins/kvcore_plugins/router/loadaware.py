@@ -18,7 +18,7 @@ class LoadAware(Router):
         hit tokens / prompt tokens - weight * (requests - mean) / max(1, mean)
 
     Options:
-        weight: what load above the mean costs.
+        weight: cost of load above the mean.
         seed: number from which draws among equals are derived.
 
     Source: vllm-project/production-stack, pull request 1035.

@@ -15,15 +15,15 @@ from kvcore.units import NS_PER_S
 class Mooncake(Router):
     """Send a request where its first token is expected first. O(replicas).
 
-    The time is that of the prompts that are queued there, and of its own prompt after what
-    hits, each by itself, as fitted offline. With `reject` a request whose TTFT cannot be kept
-    anywhere is turned away.
+    The time is that of the prompts that are queued there, and of its own prompt after the
+    tokens that hit, each by itself, as fitted offline. With `reject` a request is refused if
+    no replica can keep its TTFT.
 
     The other branch of the algorithm, in which a replica fetches a prefix from another one,
-    is left out: replicas have their own K/V alone here.
+    is left out: replicas here do not share K/V.
 
     Options:
-        reject: whether requests are turned away.
+        reject: whether requests may be refused.
 
     Source: Qin et al., Mooncake, arXiv 2407.00079, algorithm 1.
     """
@@ -36,7 +36,7 @@ class Mooncake(Router):
     _own: dict[int | str, float] = attrs.field(factory=dict, init=False)
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica | None:
-        """Return the replica with the least time; None if that is too long."""
+        """Return the replica with the shortest time; None if that is too long."""
         best = super().route(request, replicas, now)
         slo = request.slo
         if self.reject and best is not None and slo is not None and slo.ttft_ns is not None:

@@ -1,4 +1,4 @@
-"""Preble: exploit a prefix that is worth it, explore by load else."""
+"""Preble: exploit a long prefix, otherwise explore by load."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from kvcore.units import NS_PER_S
 
 @attrs.define(slots=False, eq=False)
 class Preble(Router):
-    """Follow a prompt that hits more than it misses; else spread the work. O(replicas).
+    """Follow the prefix of a prompt that mostly hits; else spread the work. O(replicas).
 
-    A request of which no more has to be computed than hits goes to the replica with the
-    longest match, of several to the one with the least work. Once `warm` requests for each
-    replica were routed, it may not have more than `imbalance` times the work of another.
-    Every other request goes where the least work is: the seconds of prefill that were sent
-    there within the window, and what is in flight, times the output of a request and the
-    time of a token.
+    If at least half of a prompt hits, the request goes to the replica with the longest match,
+    of equal ones to that with the least work. Once `warm` requests for each replica were
+    routed, that replica must not have more than `imbalance` times the work of another. Every
+    other request goes to the replica with the least work: the seconds of prefill that were
+    sent there within the window, and its requests in flight times the output of a request and
+    the time of a token.
 
     Options:
-        window: seconds for which work counts.
-        imbalance: how many times the work of another a replica may have.
-        warm: requests for each replica, before which no imbalance is looked at.
-        output_tokens, token_seconds: of a request in flight, as they are taken to be.
+        window: seconds for which prefill counts as work.
+        imbalance: largest ratio between the work of two replicas.
+        warm: requests for each replica before the imbalance is checked.
+        output_tokens, token_seconds: assumed output of a request in flight, and seconds of a
+            token.
 
     Source: Srivatsa et al., Preble: Efficient Distributed Prompt Scheduling for LLM Serving,
     2024 (E2), and WukLab/preble, global_scheduler_with_time.py, May 2024. That moves prefixes
@@ -72,7 +73,7 @@ class Preble(Router):
         return best if exploits else idlest
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
-        """Count the seconds of its prefill."""
+        """Add the seconds of the request's prefill to the work of the replica."""
         hit = min(replica.hit_tokens, max(request.prompt_tokens - 1, 0))
         seconds = replica.prefill_seconds(request.prompt_tokens - hit, hit)
         self._work.setdefault(replica.number, deque()).append((now, seconds))

@@ -13,7 +13,7 @@ from kvcore_plugins.router._draw import draw, draw_one
 
 @attrs.define(slots=False, eq=False)
 class Random(Router):
-    """Send each request to any replica. O(1).
+    """Send each request to a random replica. O(1).
 
     Options:
         seed: number from which all draws are derived.
@@ -34,7 +34,8 @@ class Random(Router):
 class PowerOfTwo(Router):
     """Draw two replicas, and send the request to the one with fewer in flight. O(1).
 
-    The longest of n queues is then log log n rather than log n / log log n of random choice.
+    The longest of n queues is then O(log log n), where one random choice gives
+    O(log n / log log n).
 
     Options:
         seed: number from which all draws are derived.
@@ -48,14 +49,14 @@ class PowerOfTwo(Router):
     seed: int = 0
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
-        """Return the replica with fewer requests of two that are drawn, the first of equals."""
+        """Return the drawn replica with fewer requests in flight, of equal ones the first."""
         del now
         count = len(replicas)
         first = int(draw(self.seed, self.name, request.id) * count)
         if count == 1:
             return replicas[0]
         second = int(draw(self.seed, self.name, (request.id, 2)) * (count - 1))
-        # Of the others: two different ones.
+        # An index into the others, so that both differ.
         second += second >= first
         one, other = replicas[first], replicas[second]
         return other if other.requests < one.requests else one

@@ -18,14 +18,14 @@ class SessionAffinity(Router):
     """Send the requests of a session to one replica, unless that has too many.
 
     Each replica has points on a ring; a session goes to the replica of the next point after
-    its own hash. One that has `bound` times the mean number of requests in flight is passed
-    over. A replica that leaves or joins moves the sessions of its own points alone. A request
-    without a session goes by its tenant, else by the first key of its prompt, else by itself.
-    O(log points), and O(replicas) for each that is passed over.
+    its own hash. A replica that has `bound` times the mean number of requests in flight is
+    passed over. A replica that leaves or joins moves only the sessions of its own points. A
+    request without a session is hashed by its tenant, else by the first key of its prompt,
+    else by its id. O(log points + points that are passed over + replicas).
 
     Options:
-        bound: how many times the mean a replica may have, above 1.
-        points: of each replica on the ring.
+        bound: most requests in flight as a multiple of the mean, above 1.
+        points: number of points of each replica on the ring.
         seed: number from which the hashes are derived.
 
     Source: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2018.
@@ -65,22 +65,22 @@ class SessionAffinity(Router):
             self._changed = False
         most = ceil(self.bound * (self._in_flight + 1) / len(replicas))
         ring = self._ring
-        place = bisect_right(ring, (draw(self.seed, self.name, _who(request)), -1))
+        place = bisect_right(ring, (draw(self.seed, self.name, _hashed(request)), -1))
         for step in range(len(ring)):
             replica = self._members[ring[(place + step) % len(ring)][1]]
-            # Some that are up may be left out, as those that a proxy has tried.
+            # A proxy leaves out replicas that it has tried.
             if replica.requests < most and replica in replicas:
                 return replica
         msg = "some replica has at most the mean"
         raise AssertionError(msg)
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
-        """Count a request in flight."""
+        """Add 1 to the requests in flight."""
         del request, replica, now
         self._in_flight += 1
 
     def on_ended(self, request: Request, replica: Replica, now: int) -> None:
-        """Count one less."""
+        """Subtract 1 from the requests in flight."""
         del request, replica, now
         self._in_flight -= 1
 
@@ -97,8 +97,8 @@ class SessionAffinity(Router):
         self._changed = True
 
 
-def _who(request: Request) -> object:
-    """Return whose request it is."""
+def _hashed(request: Request) -> object:
+    """Return the identity by which a request is hashed."""
     if request.session is not None:
         return "session", request.session
     if request.tenant is not None:

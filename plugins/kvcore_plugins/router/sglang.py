@@ -15,9 +15,10 @@ from kvcore_plugins.router.least_requests import by_load
 class SGLang(Router):
     """Follow the longest match, but the shortest queue while the load is uneven. O(replicas).
 
-    Uneven is a replica with more than `absolute` requests above the fewest *and* more than
-    `relative` times as many. Else the longest match goes, if it is more than `threshold` of
-    the prompt, and the fewest requests in flight if it is not.
+    The load is uneven if a replica has more than `absolute` requests above the fewest *and*
+    more than `relative` times as many. Otherwise the replica with the longest match is taken
+    if that is more than `threshold` of the prompt, else the one with the fewest requests in
+    flight.
 
     Options:
         threshold: share of the prompt from which on a match is followed.

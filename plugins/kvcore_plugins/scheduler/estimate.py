@@ -1,4 +1,4 @@
-"""Estimates of the remaining time of a job, from what its scheduler may know of its length."""
+"""Estimates of the remaining time of a job, by its true or its predicted length."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LARGEST_ERROR = 10
 class Estimating(Scheduler):
     """Base of the schedulers that estimate how long a job takes.
 
-    The output a job will have is the true one, or a prediction made when it arrives:
-    `request.predicted` where the workload has it, else the truth times e^(error x z), with a
-    z drawn from the standard normal distribution by seed, scheduler and request alone. A
-    length becomes a time through the server's latency model. What a cached prefix saves
-    counts from admission on, since nobody knows earlier whether it will still be there.
+    The output length of a job is the true one, or a prediction made when it arrives:
+    `request.predicted_output_tokens` if the workload has it, else the true length times
+    e^(error x z), with a z drawn from the standard normal distribution by seed, scheduler and
+    request alone. The server's latency model turns a length into a time. A cached prefix
+    counts from admission on, since it may be evicted before.
 
     Options:
         length: `true` or `predicted`.
         error: standard deviation of the logarithm of a prediction, 0 to 10.
-        seed: what the errors are drawn from.
-        concurrency: how many sequences a decode step is taken to serve.
+        seed: number from which the errors are drawn.
+        concurrency: number of sequences that a decode step is assumed to serve.
     """
 
     length: Literal["true", "predicted"] = attrs.field(default="predicted")
@@ -52,9 +52,9 @@ class Estimating(Scheduler):
             raise InputError(msg)
 
     def expected(self, job: Job) -> int:
-        """Return how many output tokens `job` is taken to have in all, the same throughout.
+        """Return the expected number of output tokens of `job`, which never changes.
 
-        0 only for a request that asks for none.
+        It is 0 only for a request without output.
         """
         if job.data is None:
             job.data = self._foresee(job.request)
@@ -62,7 +62,7 @@ class Estimating(Scheduler):
         return tokens
 
     def total_ns(self, job: Job) -> int:
-        """Return the ns that `job` takes from its arrival to its last token, never waiting."""
+        """Return the ns from arrival to last token if `job` never waited."""
         prompt, server = job.request.prompt_tokens, self.server
         steps = max(self.expected(job) - 1, 0)
         return server.prefill_ns(prompt, 0) + server.decode_ns(steps, prompt, self.concurrency)
@@ -72,10 +72,10 @@ class Estimating(Scheduler):
         return self.server.prefill_ns(job.prefill_left, job.computed)
 
     def remaining_ns(self, job: Job) -> int:
-        """Return the ns until `job` generates its last token, if it runs throughout.
+        """Return the ns until `job` generates its last token, if it is never interrupted.
 
-        Never rises while the job runs. One that outlives its prediction has, over and over,
-        one token left.
+        It never rises while the job runs. A job that exceeds its prediction is always
+        expected to have one token left.
         """
         expected = self.expected(job)
         steps = max(expected - job.generated, min(expected, 1))
@@ -91,6 +91,6 @@ class Estimating(Scheduler):
             return true
         if request.predicted_output_tokens is not None:
             return max(request.predicted_output_tokens, 1)
-        # Not by order of call; and rounded, since libm's last bits differ between machines.
+        # Independent of the order of calls. Rounded: libm's last bits differ between machines.
         random = Random(f"{self.seed}/{self.name}/{request.id!r}")  # noqa: S311 - no secret
         return max(round(true * exp(self.error * random.gauss(0, 1))), 1)

@@ -20,18 +20,19 @@ Tenant: TypeAlias = str | None
 class Fair(Scheduler):
     """Serve the tenant first that was served least, and its jobs first come, first served.
 
-    A tenant's counter grows by the weighted tokens it is served: a prompt's when it is
-    admitted for the first time, an output token's when it is generated. What hits counts
-    too, and what a preempted job computes again does not. A tenant that comes back to the
-    queue starts no lower than the lowest there, or, if it is empty, than the last that left
-    it: having been away is no credit. Two tenants that both have jobs waiting are then
-    never further apart than a bound that does not grow with time, and nobody starves.
+    A tenant's counter grows by the weighted tokens that it is served: those of a prompt when
+    the job is first admitted, an output token when it is generated. Tokens that hit count
+    too; tokens that a preempted job computes again do not. The counter of a tenant that
+    returns to the queue is raised to the lowest there, or, if the queue is empty, to that of
+    the last tenant that left it: absence gives no credit. The counters of two tenants with
+    waiting jobs then differ by at most a bound that does not grow with time, and no tenant
+    starves.
 
-    Counters are integers, on a scale on which both weights are. A plan costs
-    O(tenants that wait + running jobs).
+    Counters are integers: both weights are scaled to whole numbers. A plan costs O(waiting
+    tenants + running jobs).
 
     Options:
-        prefill_weight, decode_weight: what a token of a prompt and of an output counts.
+        prefill_weight, decode_weight: weights of a prompt token and of an output token.
 
     Source: Sheng et al., "Fairness in serving large language models", OSDI 2024,
     algorithm 2; its weights.
@@ -59,18 +60,18 @@ class Fair(Scheduler):
             raise InputError(msg)
 
     def __attrs_post_init__(self) -> None:
-        """Bring the weights to one scale."""
+        """Scale both weights to integers."""
         prefill, decode = Fraction(self.prefill_weight), Fraction(self.decode_weight)
         scale = lcm(prefill.denominator, decode.denominator)
         self._weights = int(prefill * scale), int(decode * scale)
 
     def priority(self, job: Job, now: int) -> Any:
-        """Return its tenant's counter: who was served most is the first to lose blocks."""
+        """Return its tenant's counter: the tenant served most loses blocks first."""
         self._settle(now)
         return self._counters.get(job.request.tenant, 0)
 
     def queued(self, job: Job, now: int) -> None:
-        """Append `job` to its tenant's queue; lift the counter of a tenant that comes back."""
+        """Append `job` to its tenant's queue; raise the counter of a tenant that returns."""
         self._settle(now)
         tenant, counters = job.request.tenant, self._counters
         preempted = job in self._running
@@ -95,7 +96,7 @@ class Fair(Scheduler):
         self._running[job] = None
 
     def finished(self, job: Job, now: int) -> None:
-        """Charge what `job` generated last."""
+        """Charge the last tokens of `job`."""
         del now
         self._charge(job)
         del self._running[job]
@@ -110,7 +111,7 @@ class Fair(Scheduler):
         self._leave(tenant)
 
     def plan(self, state: LoopState) -> StepPlan:
-        """Admit the tenants in turn, by the counters that each admission changes."""
+        """Admit tenants in order of their counters, which each admission changes."""
         self._settled = -1
         self._settle(state.now)
         return StepPlan(self._by_counter())
@@ -124,7 +125,7 @@ class Fair(Scheduler):
             queue = queues[tenant]
             serial, job = queue[0]
             yield job
-            # Whoever asks for the next has admitted this one; else there is no next.
+            # If this job was not admitted, no other one will be: the admissions have ended.
             if queue and queue[0][0] == serial:
                 return
             if queue:
@@ -139,7 +140,7 @@ class Fair(Scheduler):
             self._left = tenant
 
     def _settle(self, now: int) -> None:
-        """Charge what the running jobs have generated, once a time."""
+        """Charge the tokens that running jobs have generated, once for each time."""
         if now != self._settled:
             self._settled = now
             for job in self._running:

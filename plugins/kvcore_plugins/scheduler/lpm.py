@@ -15,19 +15,20 @@ from kvcore.serving import LoopState, StepPlan
 
 @attrs.define(slots=False, eq=False)
 class LPM(Scheduler):
-    """Serve the job first whose prompt has the longest cached prefix, the earliest if equal.
+    """Serve the job with the longest cached prefix first, the earliest of equal ones.
 
-    What is cached is used before it is evicted. A prompt that shares nothing starves while
-    others that share keep coming. A plan costs at most `sample` probes of the cache.
+    Cached blocks are used before they are evicted. A prompt that shares nothing starves while
+    prompts that share keep coming. A plan costs at most `sample` probes of the cache.
 
     Options:
-        sample: how many waiting jobs are probed, from the head of the queue. Those behind
-            them follow in their order.
-        beyond: what a queue of more than `sample` jobs comes to: `rest` orders its head alone;
-            with `fcfs` nobody is probed, and all go in the order of the queue.
-        defer_shared: tokens; a job that hits no more than that, and shares as many with a job
-            before it in the queue that hits no more either, goes last: it hits once the other
-            is computed. Shared tokens are counted in whole block keys. 0: nobody does.
+        sample: number of waiting jobs that are probed, from the head of the queue. Later jobs
+            follow in the order of the queue.
+        beyond: the order of a queue of more than `sample` jobs: with `rest` only its head is
+            ordered; with `fcfs` no job is probed, and all go in the order of the queue.
+        defer_shared: tokens; a job that hits no more than that, and shares as many with an
+            earlier job in the queue that hits no more either, goes last: it hits once the
+            other is computed. Shared tokens are counted in whole block keys. 0: no job is
+            deferred.
 
     Source: Zheng et al., "SGLang: efficient execution of structured language model programs",
     NeurIPS 2024, section 3 (cache-aware scheduling). SGLang 0.5 decides with
@@ -50,7 +51,7 @@ class LPM(Scheduler):
             raise InputError(msg)
 
     def priority(self, job: Job, now: int) -> Any:
-        """Return the order of arrival: who came last is the first to lose its blocks."""
+        """Return the order of arrival: the job that came last loses its blocks first."""
         del now
         return job.serial
 
@@ -59,7 +60,7 @@ class LPM(Scheduler):
         return StepPlan(self._by_hit(state))
 
     def _by_hit(self, state: LoopState) -> Iterator[Job]:
-        # Lazily: without a free slot no job is probed.
+        # As a generator: without a free slot no job is probed.
         if self.beyond == "fcfs" and len(state.waiting) > self.sample:
             yield from list(state.waiting)
             return

@@ -15,11 +15,11 @@ class Priority(Scheduler):
     """Serve the job with the highest `request.priority` first, the earliest among equals.
 
     With ageing a job gains a level for every `ageing` seconds since its arrival, so that none
-    starves. All age at one rate, so the order of two jobs never changes: each level is worth
-    having arrived `ageing` seconds earlier.
+    starves. All jobs age at the same rate, so the order of two jobs never changes: a level
+    counts as an arrival `ageing` seconds earlier.
 
     Options:
-        ageing: seconds that are worth one level, in whole ns; 0: no ageing, and low
+        ageing: seconds for which a job gains one level, in whole ns; 0: no ageing, and low
             priorities starve while higher ones keep coming.
         preemptive: whether a running job is paused for one that goes before it.
     """
@@ -36,7 +36,7 @@ class Priority(Scheduler):
             raise InputError(msg)
 
     def priority(self, job: Job, now: int) -> Any:
-        """Return when a job without priority would have arrived that goes as early."""
+        """Return the arrival, earlier by its levels; without ageing the negative priority."""
         del now
         level = round(self.ageing * NS_PER_S)
         return job.arrival - level * job.request.priority if level else -job.request.priority

@@ -12,15 +12,15 @@ from kvcore_plugins.scheduler.estimate import Estimating
 
 @attrs.define(slots=False, eq=False)
 class SJF(Estimating):
-    """Serve the job first that takes the shortest time in all; who runs is left running.
+    """Serve the job with the shortest total time first; running jobs are not paused.
 
-    Long jobs starve while short ones keep coming. The options say what is known of a job's
-    length; by default its prediction, and the truth where the workload predicts nothing.
+    Long jobs starve while short ones keep coming. By default a job's length is its
+    prediction, or the true one if the workload has no predictions.
     """
 
     name: ClassVar[str] = "sjf"
 
     def priority(self, job: Job, now: int) -> Any:
-        """Return the time it takes in all."""
+        """Return the total time of `job` (ns)."""
         del now
         return self.total_ns(job)

@@ -1,4 +1,4 @@
-"""Least slack, among the jobs that can still meet what their clients expect."""
+"""Least slack, among the jobs that can still meet their SLO."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ UNSAID = SLO()
 
 @attrs.define(slots=False, eq=False)
 class LeastSlack(Estimating):
-    """Serve the job first that must be started first; those that are too late go last.
+    """Serve the job with the earliest latest start first; jobs that are too late go last.
 
-    Slack is deadline - now - what is still to do. Now passes alike for all who wait, so the
-    order is that of deadline - what is still to do: the latest start. A job whose latest start
-    has passed is hopeless and goes behind all others: without that rule an overloaded server
-    spends itself on jobs that are late all the same. The hopeless may starve while the
+    Slack is deadline - now - remaining time. The time is the same for all waiting jobs, so
+    their order is that of deadline - remaining time: the latest start. A job whose latest
+    start has passed is hopeless and goes behind all others: otherwise an overloaded server
+    would spend its time on jobs that are late in any case. Hopeless jobs may starve while the
     overload lasts.
 
-    A deadline is, of what the request's SLO or else the options say:
+    Each of these times of the request's SLO, or else of the options, gives a latest start:
 
-    - `deadline`: so long after arrival, with all of the job still to do;
-    - `ttft`, until there is a first token: so long after arrival, with the prefill to do;
-    - `tpot`, afterwards: so long after the first token for each of the others that are
-      expected, with all of the job still to do.
+    - `deadline` after the arrival, less the remaining time of the whole job;
+    - until the first token, `ttft` after the arrival, less the remaining prefill;
+    - afterwards, `tpot` for each further expected token after the first one, less the
+      remaining time of the whole job.
 
-    The earliest of these latest starts counts. The options speak for a request that has
-    neither a `deadline` nor a `ttft` (or `tpot`) of its own.
+    The earliest of them counts. The options apply to a request that has neither a `deadline`
+    nor a `ttft` (or `tpot`) of its own.
 
     Options:
-        ttft, tpot: seconds that a client without a word on it is taken to expect.
+        ttft, tpot: seconds expected for a request without an SLO of its own.
         preemptive: whether a running job is paused for one that must be started earlier.
-            While it runs its rank is the one it waited with: its work shrinks, its latest
-            start moves away, and two jobs would swap a slot forever.
-        length: `true`, or `predicted`, which is the truth where nothing is predicted; this,
-            `error`, `seed` and `concurrency` say what is known of a job's length.
+            While it runs it keeps the rank that it waited with: otherwise its remaining time
+            would fall, its latest start rise, and two jobs would swap a slot for ever.
+        length: `true`, or `predicted`, which is the true length if nothing is predicted, with
+            `error`, `seed` and `concurrency` as for all schedulers that estimate.
     """
 
     name: ClassVar[str] = "slo"
@@ -58,19 +58,19 @@ class LeastSlack(Estimating):
             raise InputError(msg)
 
     def priority(self, job: Job, now: int) -> Any:
-        """Return whether it is hopeless, and when it must be started."""
+        """Return whether `job` is hopeless, and its latest start (ns)."""
         if self.preemptive and job.stage in {PREFILL, DECODE}:
             return job.rank
         start = self.latest_start(job)
         return start < now, start
 
     def changes_at(self, job: Job, now: int) -> int | None:
-        """Return when it becomes hopeless."""
+        """Return when (ns) `job` becomes hopeless; None: it is already."""
         start = self.latest_start(job)
         return start + 1 if start >= now else None
 
     def latest_start(self, job: Job) -> int:
-        """Return when (ns) `job` must start, never to be paused, to meet its deadline."""
+        """Return when (ns) `job` must start to meet its SLO, if it is never interrupted."""
         slo = job.slo or UNSAID
         starts = []
         if slo.deadline_ns is not None:

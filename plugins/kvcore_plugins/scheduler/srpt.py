@@ -12,7 +12,7 @@ from kvcore_plugins.scheduler.estimate import Estimating
 
 @attrs.define(slots=False, eq=False)
 class SRPT(Estimating):
-    """Serve the job first that is closest to its end: the least mean response time there is.
+    """Serve the job with the shortest remaining time first, for the least mean response time.
 
     With true lengths, one job at a time and preemption it is optimal. Long jobs starve while
     short ones keep coming.
@@ -20,8 +20,8 @@ class SRPT(Estimating):
     Options:
         preemptive: whether a running job is paused for a shorter one, and waits with
             its blocks kept.
-        length: `true`, the bound no server reaches, or `predicted`; this, `error`, `seed`
-            and `concurrency` say what is known of a job's length.
+        length: `true`, a bound that no server reaches, or `predicted`, with `error`, `seed`
+            and `concurrency` as for all schedulers that estimate.
 
     Source: Schrage, "A proof of the optimality of the shortest remaining processing time
     discipline", Operations Research 16(3), 1968.
@@ -33,6 +33,6 @@ class SRPT(Estimating):
     length: Literal["true", "predicted"] = attrs.field(default="true")
 
     def priority(self, job: Job, now: int) -> Any:
-        """Return the time it still takes."""
+        """Return the remaining time of `job` (ns)."""
         del now
         return self.remaining_ns(job)
