@@ -462,7 +462,7 @@ class _RowMaker:
             hits, evicted = policy.make.hits(self.future, blocks)
             stats = self.future.stats(hits, size)
             if self.setup.slots:
-                # Pool and tiers bound one cache that need not keep the prompts it computes.
+                # Pool and tiers hit at most what one cache hits that need not keep its prompts.
                 reused, _ = Belady(bypass=True).replay(
                     self.future, blocks + self.setup.slots, size
                 )
@@ -543,8 +543,9 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     Raises:
         InputError: a size that no pool can have, or no size.
     """
-    several = isinstance(blocks, Iterable) and not isinstance(blocks, str)
-    sizes: list[Any] = list(dict.fromkeys(blocks if several else [blocks]))  # type: ignore[arg-type]
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        blocks = [blocks]
+    sizes: list[Any] = list(dict.fromkeys(blocks))
     for size in sizes:
         whole = isinstance(size, Integral) and not isinstance(size, bool)
         if not whole or not 0 < size <= MOST_BLOCKS:
