@@ -146,8 +146,8 @@ class PlaneReport:
         pools, tiers = len(self.plane.pools), len(self.plane.tiers) - 1
         if min(pools, tiers) < 2:  # noqa: PLR2004 - a contour needs a plane
             msg = (
-                f"a plot of a plane needs two sizes of the pool and of the tier: it has {pools} "
-                f"of the pool and {tiers} of the tier"
+                "a plot of a plane needs two sizes of the pool and of the tier: "
+                f"it has {pools} of the pool and {tiers} of the tier"
             )
             raise InputError(msg)
         return picture(form, self._draw, INCHES)
