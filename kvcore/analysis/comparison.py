@@ -429,7 +429,7 @@ class _RowMaker:
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
-        built = attrs.evolve(policy, make=partial(_given, policy.build()))
+        built = attrs.evolve(policy, make=partial(_prebuilt, policy.build()))
         return Call(
             partial(self._sent.row, built, blocks),
             f"{self._parts} with policy {policy.name!r}",
@@ -441,7 +441,7 @@ class _RowMaker:
         """A copy for a worker process, without held requests and progress."""
         setup, prefix = self.setup, self.setup.make_prefix
         if prefix is not None:
-            setup = attrs.evolve(setup, make_prefix=partial(_given, prefix()))
+            setup = attrs.evolve(setup, make_prefix=partial(_prebuilt, prefix()))
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
         return sent
@@ -517,7 +517,7 @@ class _RowMaker:
             return self.row(policy, blocks, trace)
 
 
-def _given(part: Any) -> Any:
+def _prebuilt(part: Any) -> Any:
     """Return `part`: with `partial`, a function that builds it and can be pickled."""
     return part
 
