@@ -76,10 +76,10 @@ def find_replicas(
 ) -> dict[str, float | int]:
     """Return a number of replicas with which the queue of a cluster does not grow to the end.
 
-    Empty if the queue does not grow anyway, if replicas differ, or if no number was found. The
-    first number tried would serve requests as fast as they arrive if each replica served as
-    fast as in `result`; each further one is `MORE` times the last. At most `MOST_RATES` numbers
-    are tried.
+    Empty if the queue does not grow anyway, if replicas differ or have split phases, or if no
+    number was found. The first number tried would serve requests as fast as they arrive if each
+    replica served as fast as in `result`; each further one is `MORE` times the last. At most
+    `MOST_RATES` numbers are tried.
 
     Args:
         parts: the parts of the run; plugins must be given by name, since each simulation
@@ -90,7 +90,9 @@ def find_replicas(
     from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server does without it
 
     found, number = result.saturation, parts.config.replicas
-    if found is None or not found.saturated or not isinstance(number, int):
+    if found is None or not found.saturated:
+        return {}
+    if not isinstance(number, int) or parts.split is not None:
         return {}
     load = result.offered_load or 0
     needed = number * max(found.arrivals_per_s / found.served_per_s, load)

@@ -431,7 +431,7 @@ class _RowMaker:
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
-        built = attrs.evolve(policy, make=partial(_given, policy.build()))
+        built = attrs.evolve(policy, make=partial(_prebuilt, policy.build()))
         return Call(
             partial(self._sent.row, built, blocks),
             f"{self._parts} with policy {policy.name!r}",
@@ -443,7 +443,7 @@ class _RowMaker:
         """A copy for a worker process, without held requests and progress."""
         setup, prefix = self.setup, self.setup.make_prefix
         if prefix is not None:
-            setup = attrs.evolve(setup, make_prefix=partial(_given, prefix()))
+            setup = attrs.evolve(setup, make_prefix=partial(_prebuilt, prefix()))
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
         return sent
@@ -464,7 +464,7 @@ class _RowMaker:
             hits, evicted = policy.make.hits(self.future, blocks)
             stats = self.future.stats(hits, size)
             if self.setup.slots:
-                # Pool and tiers bound one cache that need not keep the prompts it computes.
+                # Pool and tiers hit at most what one cache hits that need not keep its prompts.
                 reused, _ = Belady(bypass=True).replay(
                     self.future, blocks + self.setup.slots, size
                 )
@@ -519,7 +519,7 @@ class _RowMaker:
             return self.row(policy, blocks, trace)
 
 
-def _given(part: Any) -> Any:
+def _prebuilt(part: Any) -> Any:
     """Return `part`: with `partial`, a function that builds it and can be pickled."""
     return part
 
@@ -545,8 +545,9 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     Raises:
         InputError: a size that no pool can have, or no size.
     """
-    several = isinstance(blocks, Iterable) and not isinstance(blocks, str)
-    sizes: list[Any] = list(dict.fromkeys(blocks if several else [blocks]))  # type: ignore[arg-type]
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        blocks = [blocks]
+    sizes: list[Any] = list(dict.fromkeys(blocks))
     for size in sizes:
         whole = isinstance(size, Integral) and not isinstance(size, bool)
         if not whole or not 0 < size <= MOST_BLOCKS:

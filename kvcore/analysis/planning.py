@@ -57,6 +57,9 @@ MOST_GPUS = 64
 POOL_STEPS, RAM_STEPS = 8, 4
 """Number of sizes of a pool, and of host RAM, from one size to half of it."""
 
+POLICY_KINDS = ("eviction", "scheduler")
+"""The kinds of policies that a verdict tries."""
+
 NEIGHBOURS = 2
 """Number of further sizes that are tried below the least one that bisection finds."""
 
@@ -458,9 +461,15 @@ class _Planner:
         config = next(iter(self.cells.values()))
         plugins = self.known.plugins
         if given is None:
-            given = [(k, name) for k in ("eviction", "scheduler") for name in plugins.names(k)]
-        asked = {(kind, str(getattr(config, kind))) for kind in ("eviction", "scheduler")}
-        return [each for each in given if each not in asked]
+            given = [(kind, name) for kind in POLICY_KINDS for name in plugins.names(kind)]
+        own = {(kind, str(getattr(config, kind))) for kind in POLICY_KINDS}
+        tried = [each for each in given if each not in own]
+        for kind, name in tried:
+            if kind not in POLICY_KINDS:
+                known = ", ".join(POLICY_KINDS)
+                msg = f"policies: {name!r} is given as {kind!r}; kinds are: {known}"
+                raise InputError(msg)
+        return tried
 
     def _limit(self, options: list[Option], tried: list[tuple[str, str]]) -> Search[Limit]:
         """Return the resource that limits the fleet that misses the SLO by the least."""
@@ -472,7 +481,7 @@ class _Planner:
         asked, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
         # If even a pool that never evicts misses the SLO, no eviction policy meets it.
-        kinds = ("eviction", "scheduler") if endless or foresight else ("scheduler",)
+        kinds = POLICY_KINDS if endless or foresight else ("scheduler",)
         others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
         yield others
         verdict: Verdict = "compute"

@@ -204,7 +204,7 @@ def measure(
     finder: Generator = built
     if needles and needle_generator is not built:
         finder = _built(plugins, needle_generator, defaults)
-    given = _given(built, text, prompt_tokens + tokens, texts)
+    given = _divided(built, text, prompt_tokens + tokens, texts)
     hay = [
         _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)
         for number in range(texts if needles else 0)
@@ -230,7 +230,7 @@ def measure(
         for cell in cells:
             row = full.compared(parts, built, cell)
             if hay:
-                row = _asked(parts, finder, cell, hay, row)
+                row = _with_answers(parts, finder, cell, hay, row)
             rows.append(row)
     first = rows[0].bytes_per_token
     rows = [attrs.evolve(row, share=row.bytes_per_token / first) for row in rows]
@@ -281,7 +281,7 @@ def _built(plugins: Plugins, generator: Generator | str, defaults: dict[str, Any
     return found
 
 
-def _given(
+def _divided(
     generator: Generator, text: str | None, length: int, texts: int
 ) -> list[list[int]] | None:
     """Return even parts of `text`, each of `length` tokens; None without a text."""
@@ -348,8 +348,8 @@ class _Parts:
             return None
         defaults: dict[str, Any] = {"seed": self.seed}
         if cell.tokens is not None:
-            said = cell.retention.options.get("sinks", "0")
-            sinks = int(said) if said.isdecimal() else 0  # Other text is an error in `build`.
+            text = cell.retention.options.get("sinks", "0")
+            sinks = int(text) if text.isdecimal() else 0  # Other text is an error in `build`.
             kept = int(cell.tokens * prompt_tokens)
             defaults |= {"budget": cell.tokens, "tokens": max(1, kept - sinks)}
         policy: RetentionPolicy = self.plugins.build("retention", cell.retention, defaults)
@@ -608,7 +608,7 @@ def _haystack(
     return _Haystack(prompt, questions)
 
 
-def _asked(
+def _with_answers(
     parts: _Parts, finder: Generator, cell: _Cell, hay: list[_Haystack], row: QualityRow
 ) -> QualityRow:
     """Return `row` with the share of the questions about `hay` that are answered."""

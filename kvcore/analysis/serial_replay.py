@@ -92,13 +92,13 @@ def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]
                 )
                 raise InputError(msg)
             known.add(request.id)
-            _tell(cache, "on_queued", request, now)
+            _notify(cache, "on_queued", request, now)
         yield window[0]
         known.remove(window[0].id)
-        _tell(cache, "on_dequeued", window.popleft(), now)
+        _notify(cache, "on_dequeued", window.popleft(), now)
 
 
-def _tell(cache: KVCache, method: str, request: Request, now: int) -> None:
+def _notify(cache: KVCache, method: str, request: Request, now: int) -> None:
     try:
         getattr(cache.eviction, method)(request, now)
     except BaseException as error:

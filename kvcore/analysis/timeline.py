@@ -398,14 +398,14 @@ class TimelineBuilder:
             for name, level in state.tiers.levels.items():
                 series.tiers[name].append(level.used)
 
-    def _doing(self, row: int) -> Kind | None:
+    def _current(self, row: int) -> Kind | None:
         """Return the current phase of a request; None if it has none."""
         phase = self._phase[row]
         return Kind(self.phases.kind[phase]) if phase >= 0 else None
 
     def _begin(self, row: int, kind: Kind | None, now: int, requester: int = NEVER) -> None:
         """End the current phase of a request, and begin one of `kind`, unless that is None."""
-        phases, last = self.phases, self._doing(row)
+        phases, last = self.phases, self._current(row)
         if last is not None:
             phases.end[self._phase[row]] = now
             self._count(last, -1)
@@ -441,7 +441,7 @@ class TimelineBuilder:
             requests.admitted[row] = event.t
             requests.lookup[row] = self.state.requests[event.request].lookup
             requests.hit[row] = getattr(event, "blocks", 0)
-        elif self._doing(row) is None:
+        elif self._current(row) is None:
             # Without a clock a request can be opened again: then it has not finished yet.
             self._begin(row, Kind.PREEMPTED, requests.finish[row])
             requests.finish[row] = NEVER
@@ -455,7 +455,7 @@ class TimelineBuilder:
         """Begin to decode requests that were resumed before the step that ended at `now`."""
         later = []
         for row in self._returned:
-            if self._doing(row) is not Kind.PREFILL:
+            if self._current(row) is not Kind.PREFILL:
                 continue
             if self.phases.start[self._phase[row]] < now:
                 self._prefilled(row, now)
@@ -465,17 +465,17 @@ class TimelineBuilder:
 
     def _load_start(self, event: events.LoadStart) -> None:
         row = self._row_of.get(event.seq)
-        if row is not None and self._doing(row) is Kind.PREFILL:
+        if row is not None and self._current(row) is Kind.PREFILL:
             self._begin(row, Kind.LOADING, event.t)
 
     def _load(self, event: events.Load) -> None:
         row = self._row_of.get(event.seq)
-        if row is not None and self._doing(row) is Kind.LOADING:
+        if row is not None and self._current(row) is Kind.LOADING:
             self._begin(row, Kind.PREFILL, event.t)
 
     def _commit(self, event: events.Commit) -> None:
         row = self._row_of.get(event.seq)
-        if row is None or event.how == "shared" or self._doing(row) is not Kind.PREFILL:
+        if row is None or event.how == "shared" or self._current(row) is not Kind.PREFILL:
             return
         if event.t > self.phases.start[self._phase[row]]:
             self.chunks.request.append(row)
@@ -486,7 +486,7 @@ class TimelineBuilder:
 
     def _alloc(self, event: events.Alloc) -> None:
         row = self._row_of.get(event.seq)
-        if row is None or self._doing(row) is not Kind.PREFILL:
+        if row is None or self._current(row) is not Kind.PREFILL:
             return
         beyond = event.first >= self.state.sequences[event.seq].prompt.blocks
         if beyond and event.t > self.phases.start[self._phase[row]]:
@@ -508,9 +508,9 @@ class TimelineBuilder:
 
     def _preempt(self, event: events.Preempt) -> None:
         row = self._rows[event.request]
-        doing = self._doing(row)
-        if doing is not None and not doing.waits:
-            self._before[row] = doing
+        phase = self._current(row)
+        if phase is not None and not phase.waits:
+            self._before[row] = phase
         requester = event.requester
         whom = self._rows[requester] if isinstance(requester, (int, str)) else NEVER
         self._begin(row, Kind.PREEMPTED, event.t, whom)
@@ -542,7 +542,7 @@ class TimelineBuilder:
         if row is None:
             return
         self._open[row] -= 1
-        doing = self._doing(row)
-        if not self._open[row] and doing not in (None, Kind.PREEMPTED) and self._untimed:
+        phase = self._current(row)
+        if not self._open[row] and phase not in (None, Kind.PREEMPTED) and self._untimed:
             self.requests.finish[row] = event.t
             self._begin(row, None, event.t)

@@ -523,7 +523,7 @@ class _EngineRerun(_Rerun):
 
 
 @attrs.define(eq=False)
-class _Asked:
+class _RecordedRequest:
     """A request of the recording.
 
     Attributes:
@@ -557,8 +557,8 @@ class _EngineCalls:
         self._log = RunLog(cache.pool.blocks)
         self._file, self._cache, self._tick = file, cache, tick
         self._steps = DecodeSteps()
-        self._asked: dict[int | str, _Asked] = {}
-        self._seqs: dict[int, tuple[_Asked, CacheSequence]] = {}
+        self._requests: dict[int | str, _RecordedRequest] = {}
+        self._seqs: dict[int, tuple[_RecordedRequest, CacheSequence]] = {}
         # The admission whose ALLOC, if it has one, is the next line.
         self._admitted: events.Hit | events.Miss | None = None
         self._calls: dict[str, Callable[[Any], None]] = {
@@ -594,29 +594,29 @@ class _EngineCalls:
         return self._log
 
     def _request(self, event: events.Request) -> None:
-        request, serial = read_request(event), len(self._asked) + 1
+        request, serial = read_request(event), len(self._requests) + 1
         job = Job(request, serial, event.t, self._steps, request.prompt_tokens)
-        self._asked[event.id] = _Asked(request, job)
+        self._requests[event.id] = _RecordedRequest(request, job)
         self._cache.announce(request, event.t)
         self._tick(1)
 
     def _open(self, event: events.Hit | events.Miss, allocated: int) -> None:
         """Admit the request of `event`, whose table has `allocated` blocks after its hit."""
         self._admitted = None
-        asked, cache, size = self._asked[event.request], self._cache, self._size
-        request = asked.request
+        record, cache, size = self._requests[event.request], self._cache, self._size
+        request = record.request
         hit = event.blocks if event.event == "HIT" else 0  # type: ignore[union-attr]
         blocks = hit + allocated
         # A resumed request computes the last of its earlier tokens again.
         end = max(request.prompt_tokens, (blocks - 1) * size + 1)
-        target = end if asked.resumed else None
+        target = end if record.resumed else None
         found = cache.match(request, event.t, target).blocks
         first = max(0, blocks - found) * size
-        seq = cache.open(request, first, event.t, resumed=asked.resumed, target=target)
-        if not asked.resumed:
-            asked.job.admitted, asked.job.hit = event.t, seq.hit_blocks * size
-        asked.resumed = True
-        self._seqs[event.seq] = asked, seq
+        seq = cache.open(request, first, event.t, resumed=record.resumed, target=target)
+        if not record.resumed:
+            record.job.admitted, record.job.hit = event.t, seq.hit_blocks * size
+        record.resumed = True
+        self._seqs[event.seq] = record, seq
 
     def _alloc(self, event: events.Alloc) -> None:
         blocks = run_blocks(event.runs)
@@ -629,11 +629,11 @@ class _EngineCalls:
             self._cache.extend(seq, missing * self._size, event.t)
 
     def _keys(self, event: events.Keys) -> None:
-        asked, keys = self._asked[event.request], read_keys(event.keys)
-        output = [*asked.request.output_keys, *keys]
-        asked.request = attrs.evolve(asked.request, output_keys=output)
+        record, keys = self._requests[event.request], read_keys(event.keys)
+        output = [*record.request.output_keys, *keys]
+        record.request = attrs.evolve(record.request, output_keys=output)
         for owner, seq in self._seqs.values():
-            if owner is asked:
+            if owner is record:
                 seq.keys = [*seq.keys, *keys]
                 seq.cacheable += len(keys)
         if self._cache.trace is not None:
@@ -646,39 +646,39 @@ class _EngineCalls:
             self._cache.commit(seq, tokens, event.t)
 
     def _preempt(self, event: events.Preempt) -> None:
-        asked, seq = self._seqs[event.seq]
-        asked.preempted = True
-        asked.job.recomputes += 1
+        record, seq = self._seqs[event.seq]
+        record.preempted = True
+        record.job.recomputes += 1
         if self._cache.trace is not None:
             self._cache.trace.preempt(
                 event.t, request=event.request, seq=seq.id, how="recompute"
             )
 
     def _first_token(self, event: events.FirstToken) -> None:
-        self._asked[event.request].job.first_token = event.t
+        self._requests[event.request].job.first_token = event.t
         if self._cache.trace is not None:
             seq = self._seqs[event.seq][1].id
             self._cache.trace.first_token(event.t, request=event.request, seq=seq)
 
     def _finish(self, event: events.Finish) -> None:
-        asked, seq = self._seqs[event.seq]
+        record, seq = self._seqs[event.seq]
         if self._cache.trace is not None:
             self._cache.trace.finish(
                 event.t, request=event.request, seq=seq.id, output=event.output
             )
-        self._log.ended(asked.job, event.t)
+        self._log.ended(record.job, event.t)
 
     def _reject(self, event: events.Reject) -> None:
         if self._cache.trace is not None:
             self._cache.trace.reject(event.t, request=event.request, why=event.why)
-        self._log.rejected(self._asked[event.request].job, event.why)
+        self._log.rejected(self._requests[event.request].job, event.why)
 
     def _free(self, event: events.Free) -> None:
         if event.reason != "close":
             return
-        asked, seq = self._seqs.pop(event.seq)
-        self._cache.close(seq, event.t, preempted=asked.preempted)
-        asked.preempted = False
+        record, seq = self._seqs.pop(event.seq)
+        self._cache.close(seq, event.t, preempted=record.preempted)
+        record.preempted = False
 
     @property
     def _size(self) -> int:

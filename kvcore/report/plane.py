@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import attrs
 
 from kvcore.analysis.plane import Plane, PlanePoint
+from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.report.figure import INK, log_axis, picture
 from kvcore.report.tables import block_bytes, looked_up, memory_fields, replay_setup, share
@@ -139,8 +140,16 @@ class PlaneReport:
         """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.
 
         Raises:
+            InputError: there is one size of the pool or of the tier, so there are no contours.
             PluginError: matplotlib is not installed.
         """
+        pools, tiers = len(self.plane.pools), len(self.plane.tiers) - 1
+        if min(pools, tiers) < 2:  # noqa: PLR2004 - a contour needs a plane
+            msg = (
+                "a plot of a plane needs two sizes of the pool and of the tier: "
+                f"it has {pools} of the pool and {tiers} of the tier"
+            )
+            raise InputError(msg)
         return picture(form, self._draw, INCHES)
 
     def _draw(self, figure: Figure) -> None:

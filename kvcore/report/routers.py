@@ -73,9 +73,11 @@ class RoutersReport:
             "Busiest: time in which the busiest replica ran steps, over the mean. Goodput: "
             "requests/s within their SLO."
         )
+        bounded = any(shared.optimum is not None for shared in self.comparison.shared)
+        optimum = "and the optimum, which is Belady's rule in that cache, serve"
         bounds = (
-            "One shared cache has the memory of all replicas; it and the optimum, which is "
-            "Belady's rule in that cache, serve requests one after another, without a clock."
+            "One shared cache has the memory of all replicas; it "
+            f"{optimum if bounded else 'serves'} requests one after another, without a clock."
         )
         lines = [table, bounds]
         saturated = sum(bool(row.saturated) for row in self.comparison.rows)

@@ -139,6 +139,17 @@ def test_replicas_that_would_hold_are_searched_for(capsys):
     ).saturation.saturated
 
 
+@pytest.mark.parametrize("replicas", [["--replicas", "2"], []])
+def test_no_number_is_searched_where_phases_are_split(capsys, replicas):
+    """The pools of the phases set it: an overload is reported, and the run has not failed."""
+    busy = "zipf:requests=300,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=400"
+    options = ["--tensor-parallel", "1", *replicas, "--disaggregate", "prefill=1,decode=1"]
+    assert frame.run(["simulate", busy, *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("SATURATED: zipf asks for")
+    assert "No number of replicas was found" in printed
+
+
 def test_tiers_of_all_replicas_count(report):
     """What was loaded is reused, besides what hit."""
     summary = report("--replicas", 2, "--blocks", 12, "--tier", "host:memory=1GiB,load=always")

@@ -103,6 +103,7 @@ def test_there_is_no_optimum_where_belady_is_no_bound():
     for options in ({"retention": "window:tokens=64"}, {"prefix": "none"}):
         found = compare_routers(ZIPF, "round-robin", 2, blocks=100, **options)
         assert (found.shared[0].optimum, found.rows[0].share_of_optimum) == (None, None)
+        assert "Belady" not in RoutersReport(found).reading
 
 
 def test_unlike_replicas_are_one_cluster():

@@ -10,6 +10,7 @@ from kvcore.analysis.plane import plane
 from kvcore.models.catalogue import load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
+from kvcore.report.plane import PlaneReport
 from kvcore_plugins.eviction import FIFO
 from kvcore_plugins.tier import Host
 from kvcore_plugins.workload import Zipf
@@ -145,3 +146,12 @@ def test_one_process_replays_policies_that_cannot_be_sent_to_another():
     assert found.points == plane(SMALL, tier, LAYOUT, eviction="fifo", **options).points
     with pytest.raises(InputError, match="cannot be sent to another process"):
         plane(SMALL, tier, LAYOUT, eviction=Local, jobs=2, **options)
+
+
+@pytest.mark.parametrize(("pools", "blocks"), [([300], 800), (POOLS, 1)])
+def test_a_plane_of_one_size_has_no_contours(pools, blocks):
+    """The error says of which there is one."""
+    found = plane(SMALL, host(blocks), LAYOUT, pools=pools, points=2)
+    sizes = f"it has {len(pools)} of the pool and {min(blocks, 2)} of the tier"
+    with pytest.raises(InputError, match=sizes):
+        PlaneReport(found, LAYOUT).plot("svg")

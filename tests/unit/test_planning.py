@@ -208,6 +208,10 @@ class _Telling:
         ({"tier": "nowhere:memory=1GiB"}, "tier"),
         ({"blokcs": 9}, "blokcs"),
         ({"scheduler": ["fcfs", "lpm"]}, "scheduler: 2 values were given"),
+        (
+            {"policies": [("cache", "lru")]},
+            "policies: 'lru' is given as 'cache'; kinds are: evic",
+        ),
         ({"router": "random"}, "router: a plan divides sessions by hash"),
         ({"fail": "replica=0,at=1"}, "fail: a plan divides sessions by hash"),
     ],
