@@ -1,4 +1,4 @@
-"""Packages that import a module when a name of it is first used."""
+"""Modules that are imported when their names are first used."""
 
 from __future__ import annotations
 
@@ -30,3 +30,23 @@ def deferred(
         return found
 
     return get, lambda: sorted({*own, *places, *modules})
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first used.
+
+    It stands in for a heavy module, such as torch, in modules that are imported to be listed:
+
+        if TYPE_CHECKING:
+            import torch
+        else:
+            torch = LazyModule("torch")
+    """
+
+    def __init__(self, name: str) -> None:
+        """Store the name of the module."""
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a name of the module."""
+        return getattr(sys.modules.get(self._name) or import_module(self._name), name)

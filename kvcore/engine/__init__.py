@@ -1,36 +1,13 @@
 """The engine on tensors: backends, generators, and the executor of the serving loop."""
 
-from typing import TYPE_CHECKING
-
-from kvcore.lazy import deferred
+from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, TensorLayout
+from kvcore.engine.batch import RaggedBatch, Tensor
+from kvcore.engine.compaction import Compactor
+from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
+from kvcore.engine.generator import Attend, Generator, attend_through
+from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
+from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.models.codec import Codec, Plane
-
-if TYPE_CHECKING:
-    from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, TensorLayout
-    from kvcore.engine.batch import RaggedBatch, Tensor
-    from kvcore.engine.compaction import Compactor
-    from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
-    from kvcore.engine.generator import Attend, Generator, attend_through
-    from kvcore.engine.retention import (
-        HeldTokens,
-        Reads,
-        ScoreRetention,
-        TokenRetention,
-    )
-    from kvcore.engine.rotary import Rotary, Rotation
-else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "backend": "AttendOptions Backend DeviceMemory TensorLayout",
-            "batch": "RaggedBatch Tensor",
-            "compaction": "Compactor",
-            "drafter": "Draft DraftSequence TokenDrafter",
-            "generator": "Attend Generator attend_through",
-            "retention": "HeldTokens Reads ScoreRetention TokenRetention",
-            "rotary": "Rotary Rotation",
-        },
-    )
 
 __all__ = [
     "Attend",

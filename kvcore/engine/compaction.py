@@ -15,22 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Backend
 from kvcore.engine.batch import RaggedBatch, Tensor
-from kvcore.engine.dtypes import widened
 from kvcore.engine.generator import Generator
 from kvcore.engine.retention import HeldTokens, Reads, TokenRetention, token_retention
 from kvcore.engine.rotary import Rotary
 from kvcore.errors import InputError, PolicyError
+from kvcore.lazy import LazyModule
 from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, policy_error, wrong_answer
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
 
 FEW, SAMPLED = 8, 16
 """How many tokens there are for each that stays, and which of them `_bar` looks at first."""
@@ -497,6 +501,8 @@ class Compactor:
         keys: torch.Tensor,
     ) -> None:
         """Write the keys that are rotated into their places in `into`."""
+        from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch
+
         rotary = self._rotary[layer]
         assert rotary is not None
         heads, places = shift.nonzero().unbind(1)
@@ -523,6 +529,8 @@ def _weights(
     is True for tokens that are attended to, `[kv_heads, n, tokens]`. A query that reaches no
     token has zeros.
     """
+    from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch
+
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
     asked = widened(queries).reshape(kv_heads, -1, width)
     asked = asked * (width**-0.5 if scale is None else scale)

@@ -13,6 +13,7 @@ from kvcore.cache import BlockPool, Ids, KVCache
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.compaction import Compactor
 from kvcore.engine.generator import Attend, Generator, attend_through
 from kvcore.engine.retention import token_retention
 from kvcore.engine.tokens import TokenStream
@@ -127,8 +128,6 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
-        from kvcore.engine.compaction import Compactor  # noqa: PLC0415 - torch
-
         self._compactor = Compactor.of(cache, backend, generator)
         self._mover: TensorMover | None = None
         if cache.tiers is not None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from kvcore.engine.batch import Tensor
+from kvcore.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
 
 
 @attrs.frozen
@@ -85,8 +93,6 @@ class Rotation:
         Computed in the dtype of the tables or of the keys, whichever is wider, and rounded to
         the dtype of the keys once.
         """
-        import torch  # noqa: PLC0415 - only a model on tensors rotates
-
         keys = torch.as_tensor(keys)
         cos, sin = (torch.as_tensor(table).to(keys.device) for table in (self.cos, self.sin))
         if self.places is not None:
@@ -98,8 +104,6 @@ class Rotation:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, adjacent: bool) -> Tensor:
     """Return `x`, `[..., width]`, rotated by angles that broadcast, `[..., pairs]`."""
-    import torch  # noqa: PLC0415 - only a model on tensors rotates
-
     pairs = cos.shape[-1]
     if adjacent:
         a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)

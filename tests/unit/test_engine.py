@@ -1,5 +1,10 @@
 """Runs on tensors: which tokens are computed, how texts end and are shared, what is refused."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import attrs
 import orjson
 import pytest
@@ -139,6 +144,22 @@ def test_keys_of_an_answer_hash_each_token_once(monkeypatch, prompt):
     whole = [*request.tokens, *range(99)]
     assert [*request.keys, *keys] == block_keys(whole, 4)
     assert sum(hashed) <= len(whole)
+
+
+def test_plain_python_needs_no_torch():
+    """A generator and a backend without tensors run where torch is not installed."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from helpers.engine import compute\n"
+        "from helpers.serving import ask\n"
+        "run = compute([ask(0, 0, 8, 4, keys=[1, 2])], retention='window:tokens=4')\n"
+        "assert len(run.result.outputs[0]) == 4\n"
+    )
+    folder = str(Path(__file__).parent.parent)
+    paths = os.pathsep.join([folder, *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": paths}
+    )
 
 
 def test_a_text_that_publishes_nothing():

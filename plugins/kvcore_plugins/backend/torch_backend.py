@@ -13,6 +13,7 @@ import attrs
 from kvcore import Backend, InputError, StorageError
 from kvcore.engine import AttendOptions, RaggedBatch, Rotation, TensorLayout
 from kvcore.host import cpus
+from kvcore.lazy import LazyModule
 from kvcore.models.codec import Part
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kvcore_plugins.backend._pool import Pool
     from kvcore_plugins.backend._sdpa import Sdpa
     from kvcore_plugins.backend._step_plan import DecodeKernel, StepPlan
+else:
+    torch = LazyModule("torch")
 
 
 ONE_THREAD = 10**7
@@ -73,8 +76,6 @@ class TorchBackend(Backend):
     @property
     def torch_device(self) -> torch.device:
         """The device that holds K/V: the CPU unless overridden."""
-        import torch  # noqa: PLC0415 - see the module
-
         return torch.device("cpu")
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -88,8 +89,6 @@ class TorchBackend(Backend):
 
     def host_rows(self, rows: int, width: int) -> Tensor:
         """Return memory of the host for blocks, bytes `[rows, width]`."""
-        import torch  # noqa: PLC0415 - see the module
-
         from kvcore_plugins.backend._pool import allocate  # noqa: PLC0415 - see the module
 
         if not rows:
@@ -171,8 +170,6 @@ class TorchBackend(Backend):
         Raises:
             InputError: the dtype is unknown.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - see the module
 
         if dtype is None:
@@ -384,8 +381,6 @@ class TorchBackend(Backend):
         Raises:
             InputError: `count` is not 1 to that number.
         """
-        import torch  # noqa: PLC0415 - see the module
-
         before, most = torch.get_num_threads(), cpus()
         if count is None:
             count = 1 if model.active_parameters <= ONE_THREAD else min(before, most)

@@ -11,11 +11,14 @@ import attrs
 
 from kvcore import InputError
 from kvcore.engine import DeviceMemory, TensorLayout
+from kvcore.lazy import LazyModule
 from kvcore_plugins.backend.torch_backend import Attention, TorchBackend, attention_validator
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 
@@ -62,8 +65,6 @@ class TorchCUDA(TorchBackend):
         Raises:
             InputError: there is no GPU of this number.
         """
-        import torch  # noqa: PLC0415 - as in the base class
-
         count = torch.cuda.device_count()
         if self.device >= count:
             msg = f"torch-cuda: device={self.device} is not there; there are {count}, from 0"
@@ -73,16 +74,12 @@ class TorchCUDA(TorchBackend):
     @cached_property
     def _copy_stream(self) -> torch.cuda.Stream:
         """The stream on which K/V is copied from the host."""
-        import torch  # noqa: PLC0415 - as in the base class
-
         make: Any = torch.cuda.Stream  # which has no types
         stream: torch.cuda.Stream = make(self.torch_device)
         return stream
 
     def check(self, layout: TensorLayout) -> None:
         """Raise InputError for bf16 on a GPU that cannot compute in it."""
-        import torch  # noqa: PLC0415 - as in the base class
-
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if layout.dtype == "bf16" and major < 8:  # noqa: PLR2004 - Ampere
             msg = (
@@ -102,8 +99,6 @@ class TorchCUDA(TorchBackend):
 
         The host waits for these copies alone: other work goes on meanwhile.
         """
-        import torch  # noqa: PLC0415 - as in the base class
-
         self._copy_stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._copy_stream):
             for into, source in copies:
@@ -112,8 +107,6 @@ class TorchCUDA(TorchBackend):
 
     def host_rows(self, rows: int, width: int) -> Tensor:
         """Return memory of the host for blocks, pinned unless `pin` is off."""
-        import torch  # noqa: PLC0415 - as in the base class
-
         return torch.empty((rows, width), dtype=torch.uint8, pin_memory=self.pin)
 
     def stage(self, rows: Tensor) -> Tensor:
@@ -123,8 +116,6 @@ class TorchCUDA(TorchBackend):
         current stream waits for it there. Without `pin` copies are from pageable memory, and
         block.
         """
-        import torch  # noqa: PLC0415 - as in the base class
-
         if rows.device.type != "cpu":
             return rows
         # Torch caches pinned memory, and does not reuse it while a copy reads it.
@@ -146,8 +137,6 @@ class TorchCUDA(TorchBackend):
 
     def memory(self) -> DeviceMemory:
         """Return the memory of the GPU; memory that torch keeps for later counts as free."""
-        import torch  # noqa: PLC0415 - as in the base class
-
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allocated = torch.cuda.memory_allocated(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - allocated
@@ -155,8 +144,6 @@ class TorchCUDA(TorchBackend):
 
     def synchronize(self) -> None:
         """Wait for all streams of the GPU."""
-        import torch  # noqa: PLC0415 - as in the base class
-
         torch.cuda.synchronize(self.torch_device)
 
 
@@ -169,8 +156,6 @@ def _loads(library: str) -> bool:
 
 
 def _without_gpu() -> str | None:
-    import torch  # noqa: PLC0415 - as in the base class
-
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA: install one with it"
     if not torch.cuda.is_available():

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import attrs
 
 from kvcore import InputError
+from kvcore.lazy import LazyModule
 from kvcore.models.codec import Codec, Part, Plane
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 
 @attrs.define(slots=False, eq=False)
@@ -54,8 +58,6 @@ class _FP8(Codec):
         Greater numbers than the format has, infinite ones too, become its greatest; by head,
         numbers are cut to the range of fp16 first. NaN stays NaN, by head in the whole row.
         """
-        import torch  # noqa: PLC0415 - a size needs none
-
         from kvcore.engine.dtypes import PLANE_DTYPES  # noqa: PLC0415 - torch
         from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415 - torch
 
@@ -75,8 +77,6 @@ class _FP8(Codec):
 
 def _widened(numbers: Tensor) -> Tensor:
     """Return fp8 as fp32. E4M3 by way of the bits of fp16, much faster on a CPU than torch."""
-    import torch  # noqa: PLC0415 - a size needs none
-
     if numbers.dtype == torch.float8_e5m2:
         return numbers.float()
     # s eeee mmm becomes s 0eeee mmm0000000: as fp16, a 256th of the number.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 from attrs.validators import ge, gt
@@ -17,8 +17,14 @@ from kvcore.engine import (
     TokenDrafter,
     attend_through,
 )
+from kvcore.lazy import LazyModule
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import HeadCost
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
 
 TEXTS = 32
 """Texts that are generated at a time to fit the heads."""
@@ -60,8 +66,6 @@ class Medusa(TokenDrafter):
 
     def load(self, generator: Generator, backend: Backend, seed: int) -> None:
         """Fit the heads to texts that the model writes."""
-        import torch  # noqa: PLC0415 - see the generator
-
         self._generator = generator
         blocks = -(-self.length // backend.layout.block_size)
         room = backend.layout.blocks // blocks
@@ -96,8 +100,6 @@ class Medusa(TokenDrafter):
 
     def drafts(self, sequences: Sequence[DraftSequence]) -> list[Draft]:
         """Return the likeliest token of each head."""
-        import torch  # noqa: PLC0415 - see the generator
-
         states = torch.stack([self._states[each.request] for each in sequences])
         states = states.to(self._heads.dtype)
         heads = self._heads[: max(each.most for each in sequences)]
@@ -120,8 +122,6 @@ class Medusa(TokenDrafter):
 
     def _fitted(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return a head, `[hidden, vocabulary]`: from states to the tokens that came."""
-        import torch  # noqa: PLC0415 - as above
-
         inputs = states.flatten(0, 1)
         wanted = torch.nn.functional.one_hot(tokens.flatten(), self._generator.vocabulary)
         penalty = self.ridge * torch.eye(inputs.shape[1], dtype=inputs.dtype)
@@ -133,8 +133,6 @@ class Medusa(TokenDrafter):
         self, backend: Backend, seed: int, texts: range, blocks: int
     ) -> tuple[Tensor, Tensor]:
         """Return states, `[texts, length, hidden]`, and the tokens drawn from them."""
-        import torch  # noqa: PLC0415 - as above
-
         generator, count = self._generator, len(texts)
         tables = [range(n * blocks, (n + 1) * blocks) for n in range(count)]
         newest = [(seed + 1 + 7919 * number) % generator.vocabulary for number in texts]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from math import ceil, log, tau
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
 from kvcore import Backend, InputError
 from kvcore.engine import Attend, RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotary
+from kvcore.lazy import LazyModule
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator.sampling import SamplingGenerator
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
 
 MATCH, REST = 120.0, 102.0
 """Attention scores of a token that matches, and of the first token, where heads rest."""
@@ -119,8 +125,6 @@ class Induction(SamplingGenerator):
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Draw the codes, `[vocabulary, head_dim]`, the last number of each 0."""
-        import torch  # noqa: PLC0415 - see `unavailable`
-
         super().load(backend, dtype)
         source = torch.Generator().manual_seed(self.seed)
         codes = torch.randn(self.vocab_size, self.head_dim, generator=source)
@@ -167,8 +171,6 @@ class Induction(SamplingGenerator):
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return the codes of positions: cosines, then sines, `[rows, head_dim]`."""
-        import torch  # noqa: PLC0415 - see `unavailable`
-
         angles = positions[:, None] * self._speeds
         return torch.cat((angles.cos(), angles.sin()), dim=-1).to(self._codes.dtype)
 

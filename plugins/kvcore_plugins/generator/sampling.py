@@ -11,9 +11,13 @@ import attrs
 from kvcore import Generator
 from kvcore.engine import Attend, RaggedBatch
 from kvcore.engine.tokens import uniform
+from kvcore.lazy import LazyModule
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 
 @attrs.define(slots=False, eq=False, auto_attribs=False)
@@ -68,8 +72,6 @@ def sample(
         top_k: number of the likeliest tokens to sample from (with those as likely as the
             last); None: all.
     """
-    import torch  # noqa: PLC0415 - a shape needs none
-
     if not temperature:
         likeliest: list[int] = logits.argmax(dim=-1).tolist()
         return likeliest
@@ -88,8 +90,6 @@ def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) 
 
     The arguments are as for `sample`.
     """
-    import torch  # noqa: PLC0415 - a shape needs none
-
     scores = logits.double()
     if not temperature:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1)
