@@ -59,13 +59,13 @@ class Upstream:
 
     def __attrs_post_init__(self) -> None:
         """Check the URL; name the server."""
-        parts = urlsplit(self.url)
+        msg = f"url {self.url!r}: expected one such as http://127.0.0.1:8001"
         try:
+            parts = urlsplit(self.url)
             found = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-        except ValueError:
-            found = None
+        except ValueError as error:  # brackets or a port that no address has
+            raise InputError(msg) from error
         if not found or parts.query or parts.fragment or parts.username is not None:
-            msg = f"url {self.url!r}: expected one such as http://127.0.0.1:8001"
             raise InputError(msg)
         url = self.url.rstrip("/").removesuffix("/v1")
         object.__setattr__(self, "url", url)
@@ -167,9 +167,10 @@ class RouteConfig:
         for name, field in attrs.fields_dict(RouteConfig).items():
             value = getattr(self, name)
             if name.endswith(("timeout", "interval")) and not 0 < value <= MOST_SECONDS:
-                msg = f"{name}: {value!r} is not in 0 to {MOST_SECONDS:,.0f} s, or is 0"
+                msg = f"{name}: {value!r} is not above 0 s and at most {MOST_SECONDS:,.0f} s"
                 raise InputError(msg)
-            if type(field.default) is int and value is not None and value < (name in _FROM_1):
+            counts = type(field.default) is int and name != "seed"
+            if counts and value < (name in _FROM_1):
                 msg = f"{name}: {value!r} is too small"
                 raise InputError(msg)
 

@@ -35,6 +35,8 @@ def test_prompts_with_the_same_beginning_have_the_same_first_keys():
         ),
         ("[[replicas]]\nurl = 'ftp://a'", "expected one such as"),
         ("[[replicas]]\nname = 'a'", "expected one such as"),
+        ("replicas = ['http://[::1']", "expected one such as"),
+        ("replicas = ['http://a:99999']", "expected one such as"),
         ("[[replicas]]\nurl = 'http://a'\nblocks = 0", "blocks of http://a must be above 0"),
         ("replicas = 3", "expected tables"),
         ("replicas = [3]", "expected a table"),
@@ -42,7 +44,7 @@ def test_prompts_with_the_same_beginning_have_the_same_first_keys():
         ("replicas = ['http://a', 'http://a']", "two are called 'a'"),
         ("replicas = ['http://a']\nview = 'events'", "need the address kv_events"),
         ("replicas = ['http://a']\nfailures = 0", "too small"),
-        ("replicas = ['http://a']\nclient_timeout = 0", "client_timeout: "),
+        ("replicas = ['http://a']\nclient_timeout = 0", "client_timeout: 0 is not above 0 s"),
         ("replicas = ['http://a']\nport = 'x'", "port: "),
         ("replicas = [", "is not TOML"),
     ],
@@ -54,6 +56,11 @@ def test_a_wrong_file_is_refused(text, wrong, tmp_path):
     with pytest.raises(InputError, match=wrong) as caught:
         RouteConfig.from_toml(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_seed_may_be_negative():
+    """As everywhere."""
+    assert RouteConfig.of(["http://a"], seed=-5).seed == -5
 
 
 def test_a_file_gives_servers_and_options(tmp_path):
