@@ -49,7 +49,7 @@ class Listener:
 
     Args:
         routes: the handlers, by method and path: `POST /v1/completions`.
-        needed: what needs aiohttp, as an error begins: `a server`.
+        needed: what needs aiohttp, as an error begins: `a server needs aiohttp`.
         refuse: makes the answer to what is refused, as `refusal` does; None: that.
         host, port: where to listen; port 0 takes a free one.
         body: bytes of a request at most.
