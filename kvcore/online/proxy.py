@@ -166,8 +166,8 @@ class Proxy:
 
     def __init__(self, config: RouteConfig) -> None:
         self.config = config
-        self._aiohttp = import_extra("aiohttp", "a proxy", "serve")
-        self._web: Any = import_extra("aiohttp.web", "a proxy", "serve")
+        self._aiohttp = import_extra("aiohttp", "a proxy needs aiohttp", "serve")
+        self._web: Any = import_extra("aiohttp.web", "a proxy needs aiohttp", "serve")
         self.fleet = Fleet(config)
         self.url = ""
         self._listener = Listener(
@@ -177,7 +177,7 @@ class Proxy:
                 "GET /health": self._health,
                 "GET /metrics": self._metrics,
             },
-            "a proxy",
+            "a proxy needs aiohttp",
             refuse=self._refusal,
             host=config.host,
             port=config.port,

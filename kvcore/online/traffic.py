@@ -174,7 +174,8 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        made = import_extra("prometheus_client", "the metrics of a proxy", "serve")
+        needed = "the metrics of a proxy need prometheus_client"
+        made = import_extra("prometheus_client", needed, "serve")
         self._registry = registry = made.CollectorRegistry()
         self._text = made.generate_latest
 

@@ -1,6 +1,7 @@
 """`kvcore route` as a process, and the trace that it leaves."""
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -10,6 +11,7 @@ from helpers.processes import Program, bad_day
 from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
+from kvcore.cli import main as frame
 from kvcore.trace import TraceWorkload, read_events
 
 pytestmark = pytest.mark.slow
@@ -140,3 +142,13 @@ def test_wrong_options_are_refused(arguments, wrong):
     run = run_here("route", *arguments)
     assert run.returncode
     assert wrong in run.stderr
+
+
+@pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
+def test_a_missing_package_is_named(monkeypatch, capsys, package):
+    """With what needs it, and how to get it."""
+    monkeypatch.setitem(sys.modules, package, None)
+    assert frame.run(["route", "http://127.0.0.1:1", "--port", "0"]) == 3
+    error = capsys.readouterr().err
+    assert f" {package} (" in error.partition(" need")[2]
+    assert error.endswith("pip install 'kvcore[serve]'\n")
