@@ -53,8 +53,7 @@ class Listener:
 
     Args:
         routes: the handlers, by method and path: `POST /v1/completions`.
-    <<<<<<< HEAD
-        needed: the beginning of the error if aiohttp is missing, such as `a server`.
+            needed: the beginning of the error if aiohttp is missing, such as `a server`.
         refuse: returns the answer to a refused request; None: `refusal`.
         host, port: address to listen at; port 0 takes a free one.
         body: largest size of a request in bytes.
@@ -62,16 +61,7 @@ class Listener:
         client_timeout: seconds in which a client sends its headers, and seconds between two
             requests of a connection.
         shutdown_timeout: seconds that requests in flight may take when the listener stops.
-    =======
-        needed: what needs aiohttp, as an error begins: `a server needs aiohttp`.
-        refuse: makes the answer to what is refused, as `refusal` does; None: that.
-        host, port: where to listen; port 0 takes a free one.
-        body: bytes of a request at most.
-        connections: at a time; more are closed as they are made.
-        client_timeout: seconds in which a client sends its headers, and between two requests.
-        shutdown_timeout: seconds that requests in flight are given at the end.
-    >>>>>>> w-user
-
+    
     Attributes:
         url: URL of the listener, once it is started.
 
