@@ -61,7 +61,7 @@ class Listener:
         client_timeout: seconds in which a client sends its headers, and seconds between two
             requests of a connection.
         shutdown_timeout: seconds that requests in flight may take when the listener stops.
-    
+
     Attributes:
         url: URL of the listener, once it is started.
 
