@@ -1,4 +1,4 @@
-"""Names that a package passes on, whose modules are imported when the names are first used."""
+"""Modules that are imported when their names are first used."""
 
 from __future__ import annotations
 

@@ -17,11 +17,15 @@ import attrs
 
 from kvcore import Backend, InputError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
+from kvcore.lazy import LazyModule
 from kvcore.models.spec import ModelSpec
 from kvcore_plugins.generator.sampling import SamplingGenerator
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+else:
+    torch = LazyModule("torch", globals())
 
 
 _ORIGIN = {"architectures", "_name_or_path", "transformers_version"}
@@ -140,8 +144,6 @@ class HuggingFace(SamplingGenerator):
             commit = getattr(self.network.config, "_commit_hash", None)
             if commit is not None:
                 return f"{spec} {self.model} {commit}"
-        import torch  # noqa: PLC0415
-
         digest = blake2b(digest_size=16)
         for name, weights in self.network.state_dict().items():
             digest.update(f"{name} {weights.dtype} {list(weights.shape)}".encode())
@@ -169,8 +171,6 @@ class HuggingFace(SamplingGenerator):
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run the batch as one row of tokens; return the logits where it samples."""
-        import torch  # noqa: PLC0415
-
         from kvcore_plugins.generator._hf_model import PackedCache  # noqa: PLC0415
 
         device, packed = self.network.device, PackedCache(attend)
