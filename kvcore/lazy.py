@@ -33,20 +33,24 @@ def deferred(
 
 
 class LazyModule:
-    """A module that is imported when one of its names is first used.
+    """Stands in for a module, and imports it when one of its names is first used.
 
-    It stands in for a heavy module, such as torch, in modules that are imported to be listed:
+    For heavy modules, such as torch, in modules that are imported to be listed:
 
         if TYPE_CHECKING:
             import torch
         else:
-            torch = LazyModule("torch")
+            torch = LazyModule("torch", globals())
+
+    Args:
+        name: the name of the module, and of the variable.
+        variables: the globals that have the variable, which becomes the module itself.
     """
 
-    def __init__(self, name: str) -> None:
-        """Store the name of the module."""
-        self._name = name
+    def __init__(self, name: str, variables: dict[str, Any]) -> None:
+        self._name, self._variables = name, variables
 
     def __getattr__(self, name: str) -> Any:
-        """Return a name of the module."""
-        return getattr(sys.modules.get(self._name) or import_module(self._name), name)
+        """Return a name of the module. Called once, as a rule."""
+        module = self._variables[self._name] = import_module(self._name)
+        return getattr(module, name)

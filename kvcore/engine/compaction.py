@@ -34,7 +34,7 @@ from kvcore.plugins import FAILURES, policy_error, wrong_answer
 if TYPE_CHECKING:
     import torch
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 FEW, SAMPLED = 8, 16
 """How many tokens there are for each that stays, and which of them `_bar` looks at first."""

@@ -12,7 +12,7 @@ from kvcore.lazy import LazyModule
 if TYPE_CHECKING:
     import torch
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 
 @attrs.frozen

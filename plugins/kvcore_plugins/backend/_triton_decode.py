@@ -121,7 +121,7 @@ class Coding:
 
     @classmethod
     def of(cls, pool: Pool) -> Coding:
-        """Return that of a pool."""
+        """Return the coding of a pool."""
         codec = pool.layout.codec
         if not isinstance(pool.keys[0], CodedHalf):
             return cls()

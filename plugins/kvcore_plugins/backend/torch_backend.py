@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvcore_plugins.backend._sdpa import Sdpa
     from kvcore_plugins.backend._step_plan import DecodeKernel, StepPlan
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 
 ONE_THREAD = 10**7

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 
 @attrs.define(slots=False, eq=False)

@@ -24,7 +24,7 @@ from kvcore.serving.drafter import HeadCost
 if TYPE_CHECKING:
     import torch
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 TEXTS = 32
 """Texts that are generated at a time to fit the heads."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 
 _ORIGIN = {"architectures", "_name_or_path", "transformers_version"}

@@ -17,7 +17,7 @@ from kvcore_plugins.generator.sampling import SamplingGenerator
 if TYPE_CHECKING:
     import torch
 else:
-    torch = LazyModule("torch")
+    torch = LazyModule("torch", globals())
 
 MATCH, REST = 120.0, 102.0
 """Attention scores of a token that matches, and of the first token, where heads rest."""

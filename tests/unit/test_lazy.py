@@ -1,0 +1,25 @@
+"""Modules that are imported when they are first used."""
+
+import sys
+
+import pytest
+
+from kvcore.lazy import LazyModule
+
+
+def test_a_module_is_imported_when_a_name_is_used(tmp_path, monkeypatch):
+    """It takes the place of its stand-in, so that later uses cost nothing."""
+    (tmp_path / "heavy_thing.py").write_text("answer = 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    variables = {}
+    variables["heavy_thing"] = stand_in = LazyModule("heavy_thing", variables)
+    assert "heavy_thing" not in sys.modules
+    assert stand_in.answer == 42
+    assert variables["heavy_thing"] is sys.modules["heavy_thing"]
+
+
+def test_a_module_that_is_not_there():
+    """The error is that of an import, where the name is used."""
+    stand_in = LazyModule("no_such_thing", {})
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        _ = stand_in.answer
