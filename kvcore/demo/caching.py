@@ -328,7 +328,7 @@ def with_and_without_cache(
         output: number of tokens to generate.
         block_size: number of tokens in a block of the paged cache.
         seed: seed of the prompt and of the samples.
-        threads: number of threads that compute; None: the fastest number for the model.
+        threads: number of threads that compute; None: 1 for a tiny model, else one a CPU.
         done: called with 1 after every step of each of the three.
 
     Raises:
