@@ -156,7 +156,7 @@ class _ConfigFile:
 
 
 def _is_list(value: Any) -> bool:
-    """Return True for text and for lists without tables, which give numbers for several runs."""
+    """Return True for text, and for a list without tables: numbers of several runs."""
     is_list = isinstance(value, list) and not any(isinstance(each, dict) for each in value)
     return is_list or isinstance(value, str)
 
