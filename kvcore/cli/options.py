@@ -216,6 +216,13 @@ poolwide_options = all_of(
 
 policy_options = all_of(poolwide_options, shared("tier"))
 
+server_options = all_of(
+    *map(shared, ("model", "device", "tensor_parallel", "codec", "weights_dtype")),
+    shared("blocks", otherwise="as many as fit"),
+    shared("memory"),
+)
+"""The options of a simulated server: its model, its GPUs, and the pool on them."""
+
 batching_options = all_of(
     shared("block_size", default=BLOCK_SIZE),
     *map(shared, ("max_tokens", "max_seqs", "steps", "chunked", "watermark", "like", *RULES)),

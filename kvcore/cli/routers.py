@@ -16,6 +16,7 @@ from kvcore.cli.options import (
     policy_options,
     run_options,
     search_executor,
+    server_options,
     shared,
     traffic_options,
     workload_argument,
@@ -56,13 +57,7 @@ from kvcore.workloads.selection import find_workload
 @shared("view")
 @shared("fail")
 @policy_options
-@shared("model")
-@shared("device")
-@shared("tensor_parallel")
-@shared("codec")
-@shared("weights_dtype")
-@shared("blocks", otherwise="as many as fit")
-@shared("memory")
+@server_options
 @batching_options
 @traffic_options
 @executor_options

@@ -22,6 +22,7 @@ from kvcore.cli.options import (
     part_options,
     policy_options,
     price_option,
+    server_options,
     shared,
     traffic_options,
     workload_argument,
@@ -63,13 +64,7 @@ if TYPE_CHECKING:
 @workload_argument
 @part_options
 @policy_options
-@shared("model")
-@shared("device")
-@shared("tensor_parallel")
-@shared("codec")
-@shared("weights_dtype")
-@shared("blocks", otherwise="as many as fit")
-@shared("memory")
+@server_options
 @batching_options
 @shared("allocation")
 @cluster_options

@@ -148,7 +148,7 @@ class _ConfigFile:
 
 
 def _is_list(value: Any) -> bool:
-    """Return True if `value` is text, or a list without tables: no option of one run is."""
+    """Return True for text, and for a list without tables: numbers of several runs."""
     is_list = isinstance(value, list) and not any(isinstance(each, dict) for each in value)
     return is_list or isinstance(value, str)
 

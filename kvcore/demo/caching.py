@@ -1,4 +1,4 @@
-"""What a cache saves: one model generates the same tokens without and with two kinds of it.
+"""The savings of a cache: a model generates the same tokens without one, and with two kinds.
 
 Nothing here imports a tensor library: tensors come from the generator, and attention is
 computed by their own methods.
@@ -36,27 +36,24 @@ from kvcore.request import Request, block_keys
 from kvcore.units import format_bytes, format_seconds
 
 DTYPE = "fp64"
-"""The three add in different orders; in double precision no token depends on that."""
-
+"""The three add numbers in different orders; in double precision no token depends on that."""
 
 _TIME_RANGES = 4
-"""Ranges of the output whose step times are reported."""
-
+"""Number of ranges of the output whose step times are reported."""
 
 _BARS = 20
-"""Bars that draw the step times over the output."""
-
+"""Number of bars that show the step times over the output."""
 
 _SHOWN_TOKENS = 12
-"""Tokens of the output that are shown."""
+"""Number of output tokens that are shown."""
 
 
 class SequenceCache(ABC):
-    """Keeps the K/V of one sequence between steps, or does not; is an `Attend`.
+    """The K/V of one sequence between steps, kept or not; an `Attend` of a generator.
 
     Attributes:
-        name: the name in reports.
-        cached_tokens: tokens whose K/V is kept, so that a step need not compute them again.
+        name: name in reports.
+        cached_tokens: number of tokens whose K/V is kept, and not computed again in a step.
         projected: number of rows of K/V that the model has projected, by layer.
     """
 
@@ -156,10 +153,10 @@ class DenseSequenceCache(SequenceCache):
 
 
 class RecordingCache(DenseSequenceCache):
-    """A dense cache that keeps the queries as well, and what attention made of them.
+    """A dense cache that keeps the queries as well, and the outputs of attention.
 
     Attributes:
-        outputs: what the heads of each layer gave in the last step, `[tokens, heads, width]`.
+        outputs: outputs of the heads of each layer in the last step, `[tokens, heads, width]`.
     """
 
     name = "recording"
@@ -180,9 +177,9 @@ class RecordingCache(DenseSequenceCache):
         return self.outputs[layer]
 
     def head(self, layer: int, head: int, place: int) -> OneHead:
-        """Return what a query head computed for the token at `place`, its query scaled.
+        """Return the attention of a query head for the token at `place`, its query scaled.
 
-        Copies the K/V up to `place`. Windows are not heeded.
+        Copies the K/V up to `place`, and ignores windows.
         """
         query = self._queries[layer][place]
         keys, values = self._layers[layer]
@@ -236,11 +233,11 @@ class Generation:
     Attributes:
         cache: name of the cache.
         tokens: generated token ids.
-        token_projections: how often a token was projected to its key and value, in each
+        token_projections: number of projections of a token to its key and value, in each
             layer.
         step_seconds: wall time of each step.
         step_kv_bytes: bytes of K/V held after each step.
-        step_projections: how many tokens each step projected, in each layer.
+        step_projections: number of tokens that each step projected, in each layer.
     """
 
     cache: str
@@ -264,7 +261,7 @@ def generate(
 
     Args:
         generator: the model, loaded.
-        cache: keeps the K/V between steps; new.
+        cache: the cache of the sequence; empty.
         prompt: token ids of the prompt.
         output: number of tokens to generate.
         seed: seed of the samples.
@@ -330,7 +327,7 @@ def with_and_without_cache(
         output: number of tokens to generate.
         block_size: number of tokens in a block of the paged cache.
         seed: seed of the prompt and of the samples.
-        threads: number of threads that compute; None: what pays for the model.
+        threads: number of threads that compute; None: 1 for a tiny model, else one a CPU.
         done: called with 1 after every step of each of the three.
 
     Raises:
@@ -394,7 +391,7 @@ def causal_attention(
     context = len(keys) - tokens
     group = heads // keys.shape[1]
     keys, values = (each.repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
-    # A triangle, moved right by the context; a window cuts off its lower left, but for sinks.
+    # A triangle, moved right by the context; a window cuts off its lower left, except sinks.
     seen = queries.new_ones(tokens, context + tokens).tril(context)
     if window is not None:
         recent = seen.triu(context - window + 1)

@@ -48,7 +48,7 @@ class Holder {
   }
 }
 
-/** Who has each block of a side's pool at its row. O(blocks). */
+/** The holder of each block of a side's pool at its row. O(blocks). */
 class Holdings {
   constructor(side) {
     const { cache, playback } = side;
@@ -293,7 +293,7 @@ const MODES = {
 /** Return an id of the trace, cut to a length that fits a label. */
 const shortened = (text) => (text.length > 16 ? `${text.slice(0, 15)}…` : text);
 
-/** Return the group of each holder: prompts that begin alike. What has over a quarter of all is taken apart. */
+/** Return the group of each holder: prompts with a common beginning. A group with over a quarter of all is divided. */
 function prefixGroups(side, { holders }) {
   const sizes = new Map();
   let total = 0;
@@ -480,7 +480,7 @@ function litBlocks({ cache, contents, playback }, request) {
   return flags;
 }
 
-/** What the trace says of one block at the time that is shown. */
+/** Sentences on one block at the time that is shown. */
 class Life {
   constructor(app, side, id) {
     Object.assign(this, { app, side, id });
@@ -502,7 +502,7 @@ class Life {
     return this.holder?.span ?? null;
   }
 
-  /** Return sentences; `fate` says whether to look ahead, which takes a few ms a million lines. */
+  /** Return sentences; with `fate` also on its future, which takes a few ms a million lines. */
   sentences(fate = true) {
     const { playback } = this.side;
     if (!this.holder) {
@@ -624,7 +624,7 @@ class Life {
   }
 }
 
-/** The card beside the pointer, and what a screen reader says of the block under the cursor. */
+/** The card beside the pointer, and its text for screen readers. */
 const blockCard = {
   root: null,
   /** Show lines near a point of the window; `aloud`: they are also read. */
@@ -650,7 +650,7 @@ const blockCard = {
   },
 };
 
-/** A panel of one side whose canvas shows blocks: what the pointer or the keyboard is at has a card. */
+/** A panel of one side whose canvas shows blocks, with a card for the block at the pointer or the cursor. */
 class BlockPanel {
   constructor(app, side, { name, kind, keys }) {
     Object.assign(this, { app, side, keys, pointer: null, colouring: Colouring.of(app) });

@@ -46,7 +46,7 @@ class Contents {
     return contentPieces(this.requests, request, first, end);
   }
 
-  /** Record the row of each first admission (before the window: negative), and what they looked up and hit in all. */
+  /** Record the row of each first admission (before the window: negative), and the sums of their lookups and hits. */
   _admissions(playback) {
     const { admitted, lookup, hit } = this.requests;
     this.admitted = admitted.map((line) => line - playback.about.first);

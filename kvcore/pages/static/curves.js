@@ -1,4 +1,4 @@
-// Curves over time: what is in the pool, hits, evictions, requests, and tiers.
+// Curves over time: contents of the pool, hits, evictions, requests, and tiers.
 
 /** A curve that keeps, of each of equal stretches of time, its first, last, lowest and highest value. */
 class Thinned {
@@ -119,7 +119,7 @@ Series.STRETCHES = 375; // of up to four points
 Series.BARS = 300;
 Series.RECENT = 60 * NS.s;
 
-/** What is drawn in which chart: names of series, their colours, and their values now. */
+/** The charts: names of their series, colours, and values now. */
 const CHARTS = [
   { title: "Pool, blocks", curves: [
     { name: "cached", colour: "blue", now: ({ side }) => format.count(side.cache.cached) },

@@ -1,4 +1,4 @@
-// Where the evictions of two traces differ, and what each cache has that the other lacks.
+// Differences of two traces: in their evictions, and in the contents of their caches.
 
 /** The evictions of a side that differ, with sums, so that counts up to any row are O(log). */
 class Marks {
@@ -98,7 +98,7 @@ class DifferencesPanel {
     this.text.textContent = this._sentence(ratios, totals, both);
   }
 
-  /** Return what the figures say. */
+  /** Return the figures as a sentence. */
   _sentence(ratios, totals, both) {
     const { app, marks } = this;
     const [left, right] = app.sides;

@@ -1,4 +1,4 @@
-// What requests do when: their phases, evictions and admissions, found once from all rows.
+// The lives of requests: phases, evictions and admissions, found once from all rows.
 //
 //   REQUEST ─ queued ─ HIT/MISS ─ prefill ─ FIRST_TOKEN ─ decode ─ FINISH
 //                                 ▲ loading: LOAD_START to LOAD       ▲ preempted: PREEMPT to RESUME or HIT/MISS
@@ -36,7 +36,7 @@ class Lives {
     return side.lives;
   }
 
-  /** Return what a request does at a row: a value of PHASE; -1: it is not there. */
+  /** Return the phase of a request at a row, a value of PHASE; -1: it is not there. */
   phaseAt(request, row) {
     const phase = this.phaseIndexAt(request, row);
     return phase < 0 ? -1 : this.phases.kind[phase];
@@ -60,7 +60,7 @@ class Lives {
     return blocks[countUpTo(rows, row) - 1] ?? 0;
   }
 
-  /** Return what was hit of what was looked up in the `window` ns up to the time of `row`; null: nothing was. */
+  /** Return the hit ratio over the `window` ns up to the time of `row`; null without a lookup. */
   ratioAt(row, window) {
     const { times } = this.playback;
     const { row: rows, lookups, hits } = this.admissions;
@@ -108,7 +108,7 @@ class Lives {
     this._add(request, PHASE.preempted, start, end, -1);
   }
 
-  /** Begin with what is under way before the first row, if that is not the first of the trace. */
+  /** Begin the phases that go on at the first row, if that is not the first of the trace. */
   _begun(owners, open, depths) {
     const { playback, arrived, admitted, first } = this;
     const { begin } = playback.about;

@@ -1,6 +1,6 @@
 // The events around this time, in words.
 
-/** Says what rows mean. */
+/** Describes rows in words. */
 class Teller {
   constructor(app, side) {
     Object.assign(this, { app, side, playback: side.playback });
@@ -15,7 +15,7 @@ class Teller {
     return requestButton(app, side, number, playback.requests.id[number]);
   }
 
-  /** Return what a row says, as text and buttons. */
+  /** Return the description of a row, as text and buttons. */
   says(row) {
     const event = this.playback.event(row);
     const { words, requests, times, header } = this.playback;
@@ -83,13 +83,13 @@ function requestButton(app, side, request, text) {
   }, text);
 }
 
-/** Return a button that goes to a row of a side; unless told, its text is the time. */
+/** Return a button that goes to a row of a side; without another text it has the time. */
 function rowButton(app, side, row, look, ...text) {
   const told = text.length ? text : [format.moment(side.playback.times[row])];
   return element("button", { type: "button", class: look, title: "Go to this time", onclick: () => app.visit(side, row) }, told);
 }
 
-/** What the log can be limited to: which kinds of rows, and whether of the chosen request. */
+/** Filters of the log: by kinds of rows, or by the chosen request. */
 const FILTERS = {
   all: { title: "all events", noun: "event" },
   evictions: { title: "evictions", noun: "eviction", kinds: ["EVICT"] },
@@ -120,7 +120,7 @@ class LogPanel {
         element("span", { class: "buttons" }, this.back, this.on)), this.list);
   }
 
-  /** Return a function that says whether a row is to be shown. */
+  /** Return a predicate of the rows to show. */
   _wanted() {
     const { kinds, chosen } = FILTERS[this.filter];
     const { columns, kinds: numbers } = this.side.playback;

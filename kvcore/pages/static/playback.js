@@ -51,7 +51,7 @@ class Sequence {
   }
 }
 
-/** What lies in a tier: no block without those before it, so of each owner's own the first ones. */
+/** The contents of a tier: of each owner's own blocks the first ones, as none is there without those before it. */
 class Tier {
   constructor() {
     this.used = 0;
@@ -126,7 +126,7 @@ class FreeBlocks {
   }
 }
 
-/** What is in the pool, as of a row. Times are ns, blocks ids, requests numbers. */
+/** The contents of the pool at a row. Times are ns, blocks ids, requests numbers. */
 class Cache {
   /** An empty pool of `blocks`, of which the run uses the first `used`. */
   constructor(blocks, used, tiers) {
@@ -281,7 +281,7 @@ class Playback {
     return countUpTo(this.times, time) - 1;
   }
 
-  /** Return what a row says: its kind by name, and the columns. */
+  /** Return a row with its kind by name, and its columns. */
   event(row) {
     const { kind, request, a, b, c, d, e, count, age } = this.columns;
     return {

@@ -112,7 +112,7 @@ class PoolPanel extends BlockPanel {
     blockCard.show([...this._mixture(cell), ...lines], x, y, aloud);
   }
 
-  /** Return what is in a cell of several blocks, as a list of none or one sentence. */
+  /** Return the contents of a cell of several blocks as a list of one sentence; of a single block none. */
   _mixture(cell) {
     if (this.grid.each === 1) return [];
     const { blocks, counts } = this._inside(cell);
@@ -239,7 +239,7 @@ class PoolPanel extends BlockPanel {
     context.strokeRect(x(cell) - 1, y(cell) - 1, size + 1, size + 1);
   }
 
-  /** Say in words what the map shows; a screen reader is told when nothing moves. */
+  /** Write the map in words; for screen readers only when nothing moves. */
   _say(view, only) {
     const { grid, app, side, colouring } = this;
     const said = [
@@ -260,7 +260,7 @@ class PoolPanel extends BlockPanel {
   }
 }
 
-/** How full a tier is: what the pool has too, what only the tier has, and what is parked. */
+/** The fill of a tier: cached blocks, and blocks of preempted sequences. */
 class TierBar {
   constructor(name, slots) {
     Object.assign(this, { name, slots });

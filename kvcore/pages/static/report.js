@@ -4,7 +4,7 @@ const WIDE_CHART = 600; // Pixels from which names stand beside the lines, in pl
 const PRINTED = 680; // Pixels across a printed page.
 const LINE_HEIGHT = 14;
 
-/** What an axis or a value of a unit looks like. */
+/** Functions that write a value of a unit. */
 const UNITS = {
   s: (value) => format.duration(value * NS.s),
   "%": (value) => `${Number(value.toFixed(1))}%`,

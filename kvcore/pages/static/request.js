@@ -15,7 +15,7 @@ class RequestPanel {
       element("header", {}, element("h2", {}, "Request"), element("label", {}, "id ", this.field), this.options, this.clear), this.cards);
   }
 
-  /** Offer ids that begin as what is typed. */
+  /** Offer ids that begin with the typed text. */
   _offer() {
     const found = [];
     for (const { playback } of this.app.sides) {
@@ -74,7 +74,7 @@ class RequestPanel {
       element("div", { class: "why", id: `why-${side.number}` }, this._why(side, side.playback.why(request))));
   }
 
-  /** Return what the other side hit. */
+  /** Return the hits of the request on the other side. */
   _elsewhere(side, request) {
     const other = this.app.sides.find((each) => each !== side);
     if (!other) return null;
@@ -101,7 +101,7 @@ class RequestPanel {
     return found;
   }
 
-  /** Return what a request does at this time, and where its blocks are. */
+  /** Return the phase of a request at this time, and the places of its blocks. */
   _now(side, request) {
     const { cache, row, contents, playback } = side;
     const lives = Lives.of(side);

@@ -1,4 +1,4 @@
-// What all pages share: their data, elements, numbers in words, colours, and charts.
+// Shared by all pages: data, elements, numbers as text, colours, and charts.
 
 const NS = { s: 1e9, ms: 1e6, us: 1e3 };
 
@@ -13,7 +13,7 @@ async function readBytes(name) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** What turns around the text after it. */
+/** Characters that turn around the text after them. */
 const TURNING = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
 /** Return the value of a JSON data block, each sign in it that turns text around as one that does not. */

@@ -117,7 +117,7 @@ function outlook(side) {
   return found;
 }
 
-/** What evictions cost: over the whole trace, at this time, and where most. */
+/** The cost of evictions: over the whole trace, at this time, and the costliest ones. */
 class StoryPanel {
   constructor(app, side) {
     Object.assign(this, { app, side });
@@ -298,7 +298,7 @@ class StoryPanel {
     return ` Nothing that it could have taken had been unused for longer${all}.`;
   }
 
-  /** Return the sentence about what could have been given up at no cost. */
+  /** Return the sentence about blocks that could have been evicted at no cost. */
   _instead(row, { dead, spans }) {
     const { playback, cache } = this.side;
     if (!dead) return "";
@@ -314,7 +314,7 @@ class StoryPanel {
       `(${format.share(dead / cache.cached)}) were never asked for again${such}: to evict those would have cost nothing.`;
   }
 
-  /** Return the other trace, and the sentence about what it evicted for the same request; null: nothing to say. */
+  /** Return the other trace, and the sentence about its evictions for the same request; null if it has not that. */
   _otherSide(row) {
     const { app, side } = this;
     const other = app.sides.find((each) => each !== side);

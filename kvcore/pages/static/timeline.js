@@ -290,7 +290,7 @@ class TimelinePanel {
     return pattern;
   }
 
-  /** Draw a bar for each request, and what happened to it. */
+  /** Draw a bar for each request, with its phases and events. */
   _rows(pen, width) {
     const { lives, height, window } = this;
     const { seen, lanes, lane, begins, top } = this.layout;
@@ -428,7 +428,7 @@ class TimelinePanel {
     pen.fillRect(x - 0.75, 0, 1.5, height);
   }
 
-  /** Say in words what is drawn, and what became of the request that is lit up. */
+  /** Write the drawing in words, and the life of the request that is lit up. */
   _tell(seen) {
     const { app, side, lives, window } = this;
     if (app.keeps(this)) return;

@@ -73,7 +73,7 @@ class Sizes {
     return { token: Math.ceil(layout.block_bytes / size), block: layout.block_bytes, request, staged: layout.staged_bytes, weights: model.weight_bytes };
   }
 
-  /** Return what is left for K/V on a device, and how many such requests fit. */
+  /** Return the memory for K/V on a device, and the number of such requests that fit. */
   fit(sizes, device) {
     const memory = this.data.devices[device];
     const reserve = Math.floor(memory / 10);
@@ -83,7 +83,7 @@ class Sizes {
   }
 }
 
-/** Tell how K/V grows with the text: in a table, and in a chart once that comes near. */
+/** Show how K/V grows with the text: in a table, and in a chart once that comes near. */
 function growthChart(sizes, holder, table) {
   const points = Array.from({ length: 65 }, (_, index) => index * 2048);
   const curves = sizes.data.curves.map((name) => ({ name, model: sizes.data.models[name], bytes: points.map((tokens) => (tokens ? sizes.of(name, "fp16", tokens).request : 0)) }));

@@ -129,7 +129,7 @@ class TreePanel extends BlockPanel {
     this._card();
   }
 
-  /** Show what the bar under the pointer is, and the life of the block there. */
+  /** Show a description of the bar under the pointer, and the life of the block there. */
   _card() {
     const { bar, at, x, y, aloud } = this.pointer;
     const { holder } = bar;

@@ -1,6 +1,6 @@
 // The page of a trace, or of two: one clock, and panels that show the state at its time.
 
-/** A trace on the page: its playback, and what is derived from it. */
+/** A trace on the page: its playback, and data derived from it. */
 class Side {
   constructor(number, name, playback) {
     Object.assign(this, { number, name, playback });
@@ -42,7 +42,7 @@ class Side {
     return Math.max(before, Math.min(last, alike));
   }
 
-  /** Return what is cached as the end of each owner's blocks, requests being numbered as in `other`. O(spans). */
+  /** Return the end of each owner's cached blocks, with requests numbered as in `other`. O(spans). */
   held(other) {
     const ends = new Map();
     for (const span of this.cache.spans.values()) {
@@ -61,7 +61,7 @@ class Side {
   }
 }
 
-/** The clock, what is chosen, and the panels that are drawn anew when either changes. */
+/** The clock, the chosen request, and the panels that are drawn again when either changes. */
 class App {
   constructor(sides, about) {
     this.sides = sides;
@@ -125,7 +125,7 @@ class App {
     this.seek(this.begin + part * (this.end - this.begin));
   }
 
-  /** Stop, and go to a row of a side: what a button does. */
+  /** Stop, and go to a row of a side. */
   visit(side, row) {
     this.play(false);
     this.seekRow(side, row);
@@ -188,7 +188,7 @@ class App {
     this.changed();
   }
 
-  /** Light up what belongs to a request or block, or nothing. */
+  /** Light up the blocks of a request, or nothing. */
   point(pointed) {
     this.pointed = pointed;
     this.changed();
@@ -315,7 +315,7 @@ class Counts {
   }
 }
 
-/** Return what a newcomer must know to read the page. */
+/** Return an introduction to the page for newcomers. */
 function introduction({ playback }) {
   const { header } = playback;
   return element("p", { class: "soft", id: "introduction" },
