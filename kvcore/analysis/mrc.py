@@ -338,11 +338,7 @@ def _curve_of(
     policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
 ) -> Curve:
     return Curve(
-        eviction=policy.name,
-        options=policy.options,
-        blocks=sizes,
-        hit_blocks=hits,
-        steps=steps,
+        eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps
     )
 
 
