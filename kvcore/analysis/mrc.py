@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.comparison import (
-    Candidate,
-    Policy,
-    ReplaySetup,
-    Source,
-    candidates_of,
-    pool_sizes,
-    refuse_bound,
-)
+from kvcore.analysis.candidates import Candidate, Policy, candidates_of, refuse_bound
+from kvcore.analysis.comparison import ReplaySetup, Source, pool_sizes
 from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
