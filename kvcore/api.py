@@ -28,7 +28,7 @@ from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
-    from kvcore.analysis.comparison import Policy
+    from kvcore.analysis.candidates import Policy
     from kvcore.analysis.planning import FleetPlan
     from kvcore.analysis.validation import Validation
     from kvcore.cache import PrefixIndex

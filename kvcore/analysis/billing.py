@@ -264,10 +264,7 @@ def reported_charge(price: PriceModel, usage: Usage) -> Charge:
 
 
 def bill(
-    requests: Iterable[Request],
-    price: PriceModel | str,
-    *,
-    log: RunLog | None = None,
+    requests: Iterable[Request], price: PriceModel | str, *, log: RunLog | None = None
 ) -> Bills:
     """Return the bills of an API for `requests`, in order of arrival.
 

@@ -8,11 +8,12 @@ from functools import cached_property, partial
 from itertools import product
 from numbers import Integral
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
 from kvcore.analysis.belady import Belady, Future
+from kvcore.analysis.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore.analysis.serial_replay import replay, served
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
@@ -23,8 +24,8 @@ from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins.manager import Plugins, check_name
-from kvcore.plugins.options import Spec, as_text, parse
+from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request
 from kvcore.trace import Trace
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from kvcore.models.pricing import PriceModel
 
 PARTS = (180, 60, 30, 18, 6)
-"""The pool sizes where none are given: the workload's distinct blocks divided by these."""
+"""The pool sizes if none are given: the distinct blocks of the workload divided by these."""
 
 HELD_BYTES = 32 << 20
 REQUEST_BYTES, KEY_BYTES = 500, 8
@@ -607,103 +608,3 @@ def _with_shares(rows: list[Row]) -> list[Row]:
         else row
         for row in rows
     ]
-
-
-Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
-"""A name with its options, the optimum, a policy class, or a function that builds a policy."""
-
-
-@attrs.frozen
-class Candidate:
-    """A policy to compare, or Belady's bound. Equal class and options make equal candidates.
-
-    Attributes:
-        kind: the class of the policy, or `Belady`.
-        options: the options as JSON values.
-        make: builds a new instance of the policy for each pool; or is the bound itself.
-    """
-
-    kind: type[EvictionPolicy | Belady]
-    options: dict[str, Any]
-    make: Callable[[], EvictionPolicy] | Belady = attrs.field(eq=False)
-
-    @classmethod
-    def building(cls, make: Callable[[], EvictionPolicy]) -> Candidate:
-        """Return the candidate of `make`, which is called once to check that it works.
-
-        Raises:
-            PluginError: the policy that it builds has no name.
-        """
-        policy = make()
-        check_name(type(policy))
-        return cls(type(policy), plain(policy.options()), make)
-
-    @classmethod
-    def bound(cls, optimum: Belady) -> Candidate:
-        """Return Belady's bound as a candidate."""
-        return cls(Belady, optimum.options(), optimum)
-
-    def build(self) -> EvictionPolicy:
-        """Return a new instance of the policy; the candidate is not the bound."""
-        assert not isinstance(self.make, Belady)
-        return self.make()
-
-    @property
-    def name(self) -> str:
-        """Name of the policy, or `optimum`."""
-        return self.kind.name
-
-
-def has_bound(candidates: Iterable[Candidate]) -> bool:
-    """Return True if Belady's bound is among the candidates."""
-    return any(policy.kind is Belady for policy in candidates)
-
-
-def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
-    """Raise InputError if Belady's bound is a candidate in another accounting than `keys`."""
-    if accounting != "keys" and has_bound(candidates):
-        msg = (
-            f"the optimum is known in `keys` accounting alone, not in {accounting!r}: leave it "
-            "out"
-        )
-        raise InputError(msg)
-
-
-def candidates_of(
-    policies: Policy | Iterable[Policy], plugins: Plugins, seed: int | None
-) -> list[Candidate]:
-    """Return the candidates that `policies` names, without repetitions.
-
-    `seed` is the seed of named policies that have an option `seed` and do not set it.
-
-    Raises:
-        InputError: there is no policy, or one cannot be built.
-        PluginError: a plugin cannot be used here.
-    """
-    if isinstance(policies, str) or not isinstance(policies, Iterable):
-        policies = [policies]
-    found: list[Candidate] = []
-    for policy in policies:
-        if isinstance(policy, str):
-            found.extend(_named(spec, plugins, seed) for spec in parse(policy))
-        elif isinstance(policy, Belady):
-            found.append(Candidate.bound(policy))
-        elif callable(policy):
-            found.append(Candidate.building(policy))
-        else:
-            msg = (
-                f"{policy!r} cannot be compared: give a name, a policy class, or a function "
-                "that builds a policy, since every pool needs one of its own"
-            )
-            raise InputError(msg)
-    if not found:
-        msg = "there is nothing to compare: name at least one eviction policy"
-        raise InputError(msg)
-    return [one for place, one in enumerate(found) if one not in found[:place]]
-
-
-def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:
-    if spec.name in Belady.names:
-        return Candidate.bound(Belady.from_text(spec.options))
-    defaults = {} if seed is None else {"seed": seed}
-    return Candidate.building(partial(plugins.build, "eviction", spec, defaults))

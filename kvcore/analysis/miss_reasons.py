@@ -229,10 +229,7 @@ class MissSegment:
             yield self
             return
         cut = min(max(best, self.first), self.end)
-        for category, first, end in (
-            ("policy", self.first, cut),
-            ("capacity", cut, self.end),
-        ):
+        for category, first, end in (("policy", self.first, cut), ("capacity", cut, self.end)):
             if first < end:
                 yield attrs.evolve(self, category=category, first=first, tokens=end - first)
 

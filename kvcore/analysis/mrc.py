@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.comparison import (
-    Candidate,
-    Policy,
-    ReplaySetup,
-    Source,
-    candidates_of,
-    pool_sizes,
-    refuse_bound,
-)
+from kvcore.analysis.candidates import Candidate, Policy, candidates_of, refuse_bound
+from kvcore.analysis.comparison import ReplaySetup, Source, pool_sizes
 from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
@@ -338,11 +331,7 @@ def _curve_of(
     policy: Candidate, sizes: list[int], hits: list[int], steps: Steps | None = None
 ) -> Curve:
     return Curve(
-        eviction=policy.name,
-        options=policy.options,
-        blocks=sizes,
-        hit_blocks=hits,
-        steps=steps,
+        eviction=policy.name, options=policy.options, blocks=sizes, hit_blocks=hits, steps=steps
     )
 
 

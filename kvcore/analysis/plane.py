@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import attrs
 
 from kvcore.analysis.belady import Belady
-from kvcore.analysis.comparison import (
-    Policy,
-    ReplaySetup,
-    Source,
-    candidates_of,
-    pool_sizes,
-)
+from kvcore.analysis.candidates import Policy, candidates_of
+from kvcore.analysis.comparison import ReplaySetup, Source, pool_sizes
 from kvcore.analysis.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore.analysis.serial_replay import served
 from kvcore.analysis.workers import Call, call_all, check_jobs

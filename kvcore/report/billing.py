@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.analysis import Comparison
-from kvcore.analysis.prompt_misses import (
-    REASONS,
-    PromptExplanation,
-    PromptReads,
-    UnreadTokens,
-)
+from kvcore.analysis.prompt_misses import REASONS, PromptExplanation, PromptReads, UnreadTokens
 from kvcore.models.pricing import PriceModel
 from kvcore.report.tables import Section, TableRow, cell, counted, named, share
 from kvcore.units import NS_PER_S, format_seconds
@@ -134,12 +129,7 @@ class PromptReport:
     found: PromptExplanation
 
     headers: ClassVar[TableRow] = [
-        "not read",
-        "tokens",
-        "of unread",
-        "USD",
-        "stopped",
-        "because",
+        *("not read", "tokens", "of unread", "USD", "stopped", "because")
     ]
 
     @property

@@ -17,14 +17,8 @@ from kvcore.report.tables import counted, looked_up, named, option_texts, replay
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
     *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
-    *("hit_ratio_request", "evicted_blocks", "share_of_optimum"),
-    *(
-        "reused_blocks",
-        "reuse_ratio_block",
-        "reuse_ratio_token",
-        "reuse_ratio_request",
-        "wall_s",
-    ),
+    *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "reused_blocks"),
+    *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
 )
 
 WEIGHS_COST = "cost"

@@ -9,13 +9,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore.analysis import Explanation
-from kvcore.analysis.miss_reasons import (
-    WAYS,
-    MissedTokens,
-    MissSegment,
-    RequestMisses,
-    Summary,
-)
+from kvcore.analysis.miss_reasons import WAYS, MissedTokens, MissSegment, RequestMisses, Summary
 from kvcore.report.tables import TableRow, counted
 from kvcore.units import NS_PER_S, format_seconds
 
@@ -190,25 +184,13 @@ class SummaryReport:
     summary: Summary
 
     headers: ClassVar[TableRow] = [
-        "lost",
-        "tokens",
-        "of missed",
-        "prefill",
-        "stopped",
-        "because",
+        *("lost", "tokens", "of missed", "prefill", "stopped", "because")
     ]
     place_headers: ClassVar[TableRow] = [
-        "parting at token",
-        "into prompt",
-        "requests",
-        "tokens",
-        "such as",
+        *("parting at token", "into prompt", "requests", "tokens", "such as")
     ]
     request_headers: ClassVar[TableRow] = [
-        "request",
-        "tokens it lost",
-        "request ",
-        "tokens lost for it",
+        *("request", "tokens it lost", "request ", "tokens lost for it")
     ]
 
     @property

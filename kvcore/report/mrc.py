@@ -13,15 +13,7 @@ import attrs
 
 from kvcore.analysis import SHARING, Belady, Curves
 from kvcore.models.memory import KVLayout
-from kvcore.report.figure import (
-    COLOURS,
-    GREY,
-    INK,
-    MARGIN,
-    MARKERS,
-    log_axis,
-    picture,
-)
+from kvcore.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
 from kvcore.report.tables import (
     block_bytes,
     counted,
@@ -239,11 +231,7 @@ class CurvesReport:
                     "options": curve.options,
                     "every_size": curve.steps is not None,
                     "points": [
-                        {
-                            "blocks": blocks,
-                            "hit_blocks": hits,
-                            "hit_ratio": curves.ratio(hits),
-                        }
+                        {"blocks": blocks, "hit_blocks": hits, "hit_ratio": curves.ratio(hits)}
                         for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
                     ],
                 }

@@ -541,8 +541,7 @@ def _caption(timeline: Timeline) -> str:
 def _unit(span: int) -> tuple[str, int]:
     """Return the unit of an axis over `span` ns: its name and its ns."""
     return next(
-        ((name, size) for name, size in reversed(UNITS.items()) if span >= 10 * size),
-        ("ns", 1),
+        ((name, size) for name, size in reversed(UNITS.items()) if span >= 10 * size), ("ns", 1)
     )
 
 

@@ -51,9 +51,7 @@ class Measure:
 
 
 MEASURES: Mapping[str, Sequence[Measure]] = {
-    "compare": [
-        Measure("most hits", "hit_ratio_block", "of blocks", share),
-    ],
+    "compare": [Measure("most hits", "hit_ratio_block", "of blocks", share)],
     "simulate": [
         Measure("most goodput", "goodput", "requests/s", format_number),
         Measure("least TTFT", "ttft_s_mean", "mean", format_seconds, min),
@@ -102,14 +100,8 @@ class SweepReport:
     @property
     def right(self) -> list[str]:
         """Headers of the columns of numbers."""
-        numbers = [
-            "blocks",
-            "memory",
-            "block_size",
-            "replicas",
-            *(each.unit for each in self.measures),
-        ]
-        return [*numbers, "of the optimum"]
+        options = ("blocks", "memory", "block_size", "replicas")
+        return [*options, *(each.unit for each in self.measures), "of the optimum"]
 
     @property
     def reading(self) -> str:

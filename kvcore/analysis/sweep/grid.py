@@ -32,19 +32,9 @@ UNTIMED = (
 
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
-    *(
-        "weights_dtype",
-        "block_size",
-        "blocks",
-        "memory",
-        "tier",
-        "prefix",
-        "retention",
-        "latency",
-    ),
-    *("drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark", *RULES),
-    *("rate_scale", "like"),
-    *("slo", "seed"),
+    *("weights_dtype", "block_size", "blocks", "memory", "tier", "prefix", "retention"),
+    *("latency", "drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark"),
+    *(*RULES, "rate_scale", "like", "slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which accounts for tokens."""
