@@ -389,8 +389,9 @@ class TimelineBuilder:
         series.lookup_blocks.append(state.hits.lookup_blocks)
         series.hit_blocks.append(state.hits.hit_blocks)
         series.evicted_blocks.append(self.evicted_blocks)
-        for name, used in series.tiers.items():
-            used.append(state.tiers.levels[name].used)
+        if state.tiers is not None:
+            for name, tier in state.tiers.levels.items():
+                series.tiers[name].append(tier.used)
 
     def _doing(self, row: int) -> Kind | None:
         """Return the phase under way of a request; None: it has none."""
