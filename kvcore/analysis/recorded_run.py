@@ -19,8 +19,8 @@ from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.stats import RunLog
 from kvcore.trace import TraceWorkload
 from kvcore.trace.check import check_event
-from kvcore.trace.fields import read_request, slo_of
-from kvcore.trace.reader import TraceReader
+from kvcore.trace.fields import slo_of
+from kvcore.trace.reader import TraceReader, read_request
 from kvcore.trace.replicas import ServerReader
 
 if TYPE_CHECKING:

@@ -395,8 +395,8 @@ class TimelineBuilder:
         series.hit_blocks.append(state.hits.hit_blocks)
         series.evicted_blocks.append(self.evicted_blocks)
         if state.tiers is not None:
-            for name, level in state.tiers.levels.items():
-                series.tiers[name].append(level.used)
+            for name, tier in state.tiers.levels.items():
+                series.tiers[name].append(tier.used)
 
     def _current(self, row: int) -> Kind | None:
         """Return the current phase of a request; None if it has none."""

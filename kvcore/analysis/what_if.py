@@ -28,8 +28,8 @@ from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace, TraceWorkload
-from kvcore.trace.fields import read_keys, read_request, version
-from kvcore.trace.reader import TraceReader
+from kvcore.trace.fields import version
+from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -27,7 +28,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_toml(
-    path: Path, options: Mapping[str, Any] | None = None, *, lists: bool = False
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    lists: bool = False,
 ) -> dict[str, Any]:
     """Return the options that a TOML file gives, by name, as their types have them.
 
@@ -35,7 +39,7 @@ def read_toml(
     its name and options; tiers may be a list of them. Paths are relative to the file.
 
     Args:
-        path: the file.
+        path: path of the file.
         options: the types of the options that the file may give; None: those of
             `RunConfig`.
         lists: whether an option may have a list of values; all are tuples then.
@@ -45,7 +49,7 @@ def read_toml(
             have; names the file and the key.
     """
     known = {name: option_type(name) for name in option_names() if name != "mode"}
-    file = _ConfigFile(path, known if options is None else options, lists)
+    file = _ConfigFile(Path(path), known if options is None else options, lists)
     try:
         return file.options()
     except InputError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Self
 
 import attrs
@@ -41,7 +40,7 @@ class RunConfig(RunOptions):
         Raises:
             InputError: an unknown option, or a value that an option cannot have.
         """
-        options = renamed(options)
+        mode, options = read_option("mode", mode), renamed(options)
         check_names(options, option_names())
         like = read_option("like", options.get("like"))
         rules = {} if like is None else LIKENESSES[like].options
@@ -57,7 +56,7 @@ class RunConfig(RunOptions):
             InputError: no such file, no TOML, an unknown key, or a value that its option
                 cannot have; names the file and the key.
         """
-        return cls.of(mode, **read_toml(Path(path)))
+        return cls.of(mode, **read_toml(path))
 
     @classmethod
     def from_trace(cls, path: str | os.PathLike[str], plugins: Plugins | None = None) -> Self:

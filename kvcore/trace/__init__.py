@@ -6,14 +6,14 @@ from kvcore.lazy import deferred
 
 if TYPE_CHECKING:
     from kvcore.trace.check import Report, check_trace, replay
-    from kvcore.trace.fields import (
-        SCHEMA,
-        EvictionDigest,
-        decode_runs,
-        encode_runs,
+    from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs
+    from kvcore.trace.reader import (
+        TraceReader,
+        TraceWorkload,
+        json_schema,
+        read_events,
         read_request,
     )
-    from kvcore.trace.reader import TraceReader, TraceWorkload, json_schema, read_events
     from kvcore.trace.replicas import ServerReader
     from kvcore.trace.residency import rebuild_residency
     from kvcore.trace.server_check import TraceChecker
@@ -24,8 +24,8 @@ else:
         __name__,
         {
             "check": "Report check_trace replay",
-            "fields": "SCHEMA EvictionDigest decode_runs encode_runs read_request",
-            "reader": "TraceReader TraceWorkload json_schema read_events",
+            "fields": "SCHEMA EvictionDigest decode_runs encode_runs",
+            "reader": "TraceReader TraceWorkload json_schema read_events read_request",
             "replicas": "ServerReader",
             "residency": "rebuild_residency",
             "server_check": "TraceChecker",

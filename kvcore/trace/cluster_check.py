@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any
 
 import attrs
@@ -11,6 +10,7 @@ from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
+from kvcore.trace.layout import count_known
 from kvcore.trace.lifecycle import PREEMPTIONS
 from kvcore.trace.replicas import CHANGES, Replicas
 from kvcore.trace.server_check import TraceChecker, expires
@@ -326,8 +326,7 @@ class ClusterChecker:
         self, tokens: int, request: events.Request, replica: CheckedReplica
     ) -> None:
         """Check that a router may think that `replica` has `tokens` tokens of a prompt."""
-        keys, sent = request.keys, replica.sent
-        most = bisect_left(keys, 1, key=lambda key: key not in sent) * request.key_tokens
+        most = count_known(request.keys, replica.sent) * request.key_tokens
         if tokens > most:
             violated(f"{tokens} tokens are thought to be there; {most} were ever sent")
         if tokens and self._exact:

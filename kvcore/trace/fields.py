@@ -1,4 +1,4 @@
-"""Values of a trace as JSON has them, and back: block ids, keys, requests, options."""
+"""The values of a trace in JSON: block ids, keys, requests, options."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -19,12 +19,8 @@ from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.request import KEY_BYTES, SLO, Hints, Key, Request, Retention
+from kvcore.request import KEY_BYTES, SLO, Key, Request
 from kvcore.units import INT64_LIMIT
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read, since msgspec takes a while.
-    from kvcore.trace import events
 
 SCHEMA = 1
 """The schema this version writes, and the only one it reads."""
@@ -34,7 +30,7 @@ MODES = ("untimed", "model", "wall")
 EXPECTATIONS = ("ttft", "tpot", "deadline")
 
 
-_OPTIONAL = {
+OPTIONAL = {
     "salt": "salt",
     "tenant": "tenant",
     "priority": "priority",
@@ -50,9 +46,9 @@ _OPTIONAL = {
 }
 """The fields of REQUEST that are left out at their default, and the attributes of a request."""
 
-_DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in _OPTIONAL.values())
+_DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
 
-_optional_values = attrgetter(*_OPTIONAL.values())
+_optional_values = attrgetter(*OPTIONAL.values())
 
 
 def request_fields(request: Request) -> dict[str, Any]:
@@ -136,7 +132,7 @@ def version() -> str:
 
 def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the optional fields of REQUEST that are not at their default."""
-    pairs = zip(_OPTIONAL, values, _DEFAULTS, strict=True)
+    pairs = zip(OPTIONAL, values, _DEFAULTS, strict=True)
     given = {name: value for name, value, default in pairs if value not in (default, [])}
     if "slo" in given:
         given["slo"] = slo_field(given["slo"])
@@ -354,52 +350,6 @@ def _from_to(first: int, last: int) -> Ids:
     return _ascending[first : last + 1]
 
 
-def read_request(event: events.Request, arrival: int | None = None) -> Request:
-    """Return the request of a REQUEST line, which writes the same line again. O(keys).
-
-    It arrives at `arrival` (ns); None: at the time of the line.
-
-    Raises:
-        InputError: a field with a value that no request has.
-    """
-    from msgspec import UNSET  # noqa: PLC0415 - it was imported with `event`
-
-    fields: dict[str, Any] = {}
-    for field, name in _OPTIONAL.items():
-        value = getattr(event, field)
-        if value is not UNSET:
-            read = _READ.get(field)
-            fields[name] = value if read is None else read(value)
-    return Request(
-        id=event.id,
-        arrival=event.t if arrival is None else arrival,
-        prompt_tokens=event.prompt,
-        output_tokens=event.output,
-        keys=read_keys(event.keys),
-        key_tokens=event.key_tokens,
-        **fields,
-    )
-
-
-def read_keys(written: list[Any]) -> list[Key]:
-    """Return block keys from JSON: ints, and 16 bytes in place of 32 lower-case hex digits.
-
-    Text with capital digits stays text, so that every key is written again as it was.
-    """
-    if all(type(key) is int for key in written):
-        return written
-    return [_key(key) for key in written]
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "slo": slo_of,
-    "retention": lambda hints: tuple(Retention(*hint) for hint in hints),
-    "hints": lambda hints: Hints(**hints),
-    "output_keys": read_keys,
-}
-"""The function that reads an optional field of REQUEST, where its value has another form."""
-
-
 def _is_key(value: object) -> bool:
     """Return True if `value` is a block key in JSON: an int below 2**63, or 32 hex digits."""
     if type(value) is int:
@@ -410,9 +360,3 @@ def _is_key(value: object) -> bool:
         return len(bytes.fromhex(value)) == KEY_BYTES
     except ValueError:
         return False
-
-
-def _key(written: Any) -> Key:
-    if type(written) is str and len(written) == 2 * KEY_BYTES and written == written.lower():
-        return bytes.fromhex(written)
-    return cast("Key", written)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Container
 from typing import Any
 
 import attrs
@@ -133,3 +135,11 @@ class TraceLayout:
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that `tokens` tokens fill."""
         return -(-tokens // self.block_size)
+
+
+def count_known(keys: list[Any], known: Container[Any]) -> int:
+    """Return the number of keys of a prompt in `known`, from the first on. O(log keys).
+
+    Keys are chained: where `known` has a key, it has all keys before it.
+    """
+    return bisect_left(keys, 1, key=lambda key: key not in known)

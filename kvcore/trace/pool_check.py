@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from typing import Any
 
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.trace.events import violated
 from kvcore.trace.fields import encode_runs
+from kvcore.trace.layout import count_known
 
 
 class CachedKeys:
@@ -24,9 +24,8 @@ class CachedKeys:
 
     def match(self, keys: list[Any]) -> int:
         """Return the number of cached blocks of a prompt, from the first on. O(log keys)."""
-        cached = self._blocks
-        missing = bisect_left(keys, 1, key=lambda key: key not in cached)
-        return (missing - 1) * self._ratio + cached[keys[missing - 1]] if missing else 0
+        known = count_known(keys, self._blocks)
+        return (known - 1) * self._ratio + self._blocks[keys[known - 1]] if known else 0
 
     def store(self, keys: list[Any], first: int, end: int) -> bool:
         """Store the blocks `[first, end)` of a prompt; return False if one is stored."""

@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import attrs
 import msgspec
 import orjson
+from msgspec import UNSET
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.request import Key, Request
+from kvcore.request import KEY_BYTES, Hints, Key, Request, Retention
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header
-from kvcore.trace.fields import SCHEMA, read_keys, read_request
+from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload
@@ -168,6 +169,56 @@ class TraceReader(SealedReader[Event]):
                 f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
             )
         self._must_be_as_written(raw, line)
+
+
+def read_request(event: events.Request, arrival: int | None = None) -> Request:
+    """Return the request of a REQUEST line, which writes the same line again. O(keys).
+
+    It arrives at `arrival` (ns); None: at the time of the line.
+
+    Raises:
+        InputError: a field with a value that no request has.
+    """
+    fields: dict[str, Any] = {}
+    for field, name in OPTIONAL.items():
+        value = getattr(event, field)
+        if value is not UNSET:
+            read = _READ.get(field)
+            fields[name] = value if read is None else read(value)
+    return Request(
+        id=event.id,
+        arrival=event.t if arrival is None else arrival,
+        prompt_tokens=event.prompt,
+        output_tokens=event.output,
+        keys=read_keys(event.keys),
+        key_tokens=event.key_tokens,
+        **fields,
+    )
+
+
+def read_keys(written: list[Any]) -> list[Key]:
+    """Return block keys from JSON: ints, and 16 bytes in place of 32 lower-case hex digits.
+
+    Text with capital digits stays text, so that every key is written again as it was.
+    """
+    if all(type(key) is int for key in written):
+        return written
+    return [_key(key) for key in written]
+
+
+def _key(written: Any) -> Key:
+    if type(written) is str and len(written) == 2 * KEY_BYTES and written == written.lower():
+        return bytes.fromhex(written)
+    return cast("Key", written)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "slo": slo_of,
+    "retention": lambda hints: tuple(Retention(*hint) for hint in hints),
+    "hints": lambda hints: Hints(**hints),
+    "output_keys": read_keys,
+}
+"""The function that reads an optional field of REQUEST, where its value has another form."""
 
 
 @attrs.define(slots=False, eq=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any
 
 import attrs
 
 from kvcore.trace import events
 from kvcore.trace.events import violated
-from kvcore.trace.layout import TracedPrompt
+from kvcore.trace.layout import TracedPrompt, count_known
 from kvcore.units import NS_PER_S
 
 MOST_KEYS = 1 << 23
@@ -35,9 +34,8 @@ class TierDirectory:
 
     def match(self, keys: list[Any]) -> int:
         """Return the number of blocks of a prompt in the tier, from the first. O(log keys)."""
-        blocks = self._blocks
-        missing = bisect_left(keys, 1, key=lambda key: key not in blocks)
-        return (missing - 1) * self._ratio + blocks[keys[missing - 1]] if missing else 0
+        known = count_known(keys, self._blocks)
+        return (known - 1) * self._ratio + self._blocks[keys[known - 1]] if known else 0
 
     def store(self, keys: list[Any], first: int, end: int) -> None:
         """Add the blocks `[first, end)` of a prompt. O(keys of them).

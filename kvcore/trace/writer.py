@@ -307,7 +307,9 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
     from kvcore.trace.events import Header, describe_fields  # noqa: PLC0415  (imports msgspec)
 
     known = {
-        name: field for name, field in describe_fields(Header).items() if not field.required
+        name: field
+        for name, field in describe_fields(Header).items()
+        if not (field.required or name == "replica")  # which lines after HEADER have
     }
     checked = {}
     for name, value in fields.items():

@@ -18,6 +18,7 @@ from kvcore.errors import InputError, TraceError
 from kvcore.hosting import EngineRecorder
 from kvcore.plugins import resolve
 from kvcore.trace import EvictionDigest, TraceWorkload, check_trace, read_events
+from kvcore_plugins.workload import Jsonl
 
 SECOND = 1_000_000_000
 
@@ -225,8 +226,9 @@ def test_a_preempted_request_finds_its_output_again(path):
     assert of(lines, "KEYS")[0]["keys"] == [77]
     assert report.hit["self_hit_blocks"] == 2
     assert report.preemptions["recompute"] == 1
-    (request,) = TraceWorkload(path)
-    assert request.output_keys == [77]
+    for workload in (TraceWorkload(path), Jsonl(path)):
+        (request,) = workload
+        assert request.output_keys == [77]
 
 
 def test_requests_end_in_any_state(path):

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from kvcore import SLO, InputError, simulate, simulate_cluster
-from kvcore.config import RunConfig, RunParts
+from kvcore.config import RunConfig, RunParts, read_toml
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
 from kvcore_plugins.eviction import LFU, LRU
@@ -155,6 +155,15 @@ def test_a_file_gives_options(tmp_path):
     (tmp_path / "run.toml").write_text("bloks = 4\n")
     with pytest.raises(InputError, match=r"run\.toml: there is no option 'bloks'"):
         RunConfig.from_toml(tmp_path / "run.toml")
+    with pytest.raises(InputError, match=r"run\.toml: there is no option 'bloks'"):
+        read_toml(str(tmp_path / "run.toml"))
+
+
+def test_a_mode_is_one_of_three():
+    """However the configuration is made."""
+    for make in (RunConfig.of, lambda mode: RunConfig(mode=mode)):
+        with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):
+            make("plan")
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):

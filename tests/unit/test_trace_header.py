@@ -132,6 +132,7 @@ def test_a_header_that_is_written_stays(tmp_path):
     [
         ({"mode": "real"}, r"'real' is not known; there are: untimed, model, wall"),
         ({"rate": 2}, r"header field 'rate' is not known; there are: batching, device, "),
+        ({"replica": 3}, r"header field 'replica' is not known; there are: batching, device, "),
         ({"rate_scale": 0}, r"header field 'rate_scale' must be a number above 0, not 0"),
         ({"batching": 8}, r"header field 'batching' must be an object, not 8"),
         ({"slo": {"ttft": 0.5}}, r"header field 'slo' must be an object of any of ttft, "),

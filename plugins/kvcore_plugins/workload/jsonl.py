@@ -25,8 +25,8 @@ SLO_TIMES = {"ttft", "tpot", "deadline"}
 class Jsonl(FileWorkload):
     """The requests of a kvcore trace, to be run again under other policies.
 
-    Lines of other events are skipped. A header is optional; without one the file may hold
-    nothing but REQUEST lines, sorted by `t`. Fields that are not a request's are ignored.
+    Lines of most other events are skipped. A header is optional; without one the file has
+    REQUEST lines alone, sorted by `t`. Fields that are not those of a request are ignored.
 
     Attributes:
         path: path of the file.
@@ -39,9 +39,10 @@ class Jsonl(FileWorkload):
     chain: bool = False
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each REQUEST line. Keeps one line in memory.
+        """Yield a request for each REQUEST line. Memory: one line, and the recorded keys.
 
-        Of a run on texts the FINISH lines have keys of generated blocks, which are read first.
+        Where later lines have keys of generated blocks, as those of a run on texts and of an
+        engine, these are read first.
         """
         recorded = self._recorded_keys()
         earliest, key_tokens = 0, None
@@ -72,16 +73,24 @@ class Jsonl(FileWorkload):
         return file_digest(self.path, **({"chain": True} if self.chain else {}))
 
     def _recorded_keys(self) -> dict[int | str, list[Any]]:
-        """Return the keys of generated blocks that the FINISH lines have, by request."""
+        """Return the keys of generated blocks in lines after the requests, by request.
+
+        FINISH of a run on texts has all of a request, each KEYS of an engine further ones.
+        """
         with closing(rows(self.path)) as lines:
-            if next(lines).fields.get("executor") != "run":
+            header = next(lines).fields
+            if header.get("executor") == "run":
+                event, field = "FINISH", "output_keys"
+            elif header.get("engine"):
+                event, field = "KEYS", "keys"
+            else:
                 return {}
-            ends = (row for row in lines if row.fields.get("event") == "FINISH")
-            return {
-                row.identifier("request"): row.keys("output_keys", digests=True)
-                for row in ends
-                if "output_keys" in row.fields
-            }
+            recorded: dict[int | str, list[Any]] = {}
+            for row in lines:
+                if row.fields.get("event") == event and field in row.fields:
+                    known = recorded.setdefault(row.identifier("request"), [])
+                    known.extend(row.keys(field, digests=True))
+            return recorded
 
     def _requests(self) -> Generator[Row, None, None]:
         empty = True
