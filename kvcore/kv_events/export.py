@@ -347,7 +347,7 @@ class _EventMaker:
         return block_hash(keys[whole], place, self._ratio)
 
     def _tokens(self, value: int) -> list[int]:
-        """Return placeholders for token ids: the hash of the block in the first few, then zeros.
+        """Return placeholders for token ids: the block's hash in the first few, then zeros.
 
         They show the equality of blocks and nothing else; a file with zeros has a fifth of the
         size of one with random ids, and a thousandth of it if compressed.
