@@ -24,7 +24,7 @@ from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request

@@ -23,7 +23,7 @@ from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 Block: TypeAlias = Hashable
-"""What an engine calls a block: unique among those that are cached."""
+"""The name that an engine gives a block: unique among its cached blocks."""
 
 Id: TypeAlias = int | str
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("kvcore")
 
 
 class _BlockSpan(Span):
-    """The span of a block, which knows what the engine calls it."""
+    """The span of one block, with the name of the block in the engine."""
 
     __slots__ = ("block",)
 
@@ -41,34 +41,35 @@ class _BlockSpan(Span):
 class PolicyHost:
     """Runs an `EvictionPolicy` on blocks that an engine owns.
 
-    An engine says what it does with its cached blocks, one at a time, and asks for victims;
-    the host keeps a span of one block for each of them, and calls the policy exactly as
-    `KVCache` does. With the prefix index `hashed:spans=block` a `KVCache` that is used alike
-    has the same victims.
+    An engine calls the host for every change of its cached blocks, and for victims. The host
+    has a span for each cached block, and calls the policy exactly as a `KVCache` does: one
+    with the prefix index `hashed:spans=block` and the same requests has the same victims.
 
-    The order of an admission: `pin` what hits, the deepest block first; `missed`, if not all
-    of the prompt hit; `victims` for what is to be computed; `hit`. What is computed becomes
-    `stored`, from the root down. At the end come `ended`, and `unpin` from the deepest up.
+    The calls of an admission, in order: `pin` for the blocks that hit, the deepest first;
+    `missed`, unless the whole prompt hits; `victims` for the blocks to allocate; `hit`.
+    Computed blocks are `stored`, from the root down. At the end of a request come `ended`, and
+    `unpin` for its blocks, the deepest first.
 
     Args:
         eviction: the policy, a name with options, or a class.
         blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
         recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
-        fallback: what follows when the policy raises, or answers what it must not. False: that
-            call and all later ones raise PolicyError. True: the policy is replaced by `lru`
-            over the spans as they were released, a warning is logged once, and nothing raises.
+        fallback: what happens when the policy raises, or returns a span that is no victim.
+            False: that call, and every later one that changes blocks, raises PolicyError.
+            True: `lru` replaces the policy, in the order of releases so far; a warning is
+            logged once, and no error is raised.
 
     Attributes:
-        eviction: the policy that decides; after a fall-back `lru`.
-        blocks: size of the cache.
-        evictable: blocks that can be evicted.
-        released: serial of the last release, which its span has as `released_order`.
-        failure: the first error of a policy; None as long as there was none.
-        failures: how many policies have failed.
+        eviction: the policy that chooses victims; after a fallback `lru`.
+        blocks: size of the cache in blocks.
+        evictable: number of blocks that can be evicted.
+        released: serial number of the last release, the `released_order` of its span.
+        failure: the first error of a policy; None: no policy has failed.
+        failures: number of policies that have failed.
 
     Raises:
         InputError: sizes below 1, or a policy that is in use already.
-        PolicyError: the policy cannot begin.
+        PolicyError: the policy raises when it is attached.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class PolicyHost:
         self.released: int
         self.failure: PolicyError | None = None
         self.failures = 0
-        self._dead: PolicyError | None = None  # where nothing falls back
+        self._dead: PolicyError | None = None  # raised by later calls, without a fallback
         self._geometry = BlockLayout("tokens", block_size, block_size, recompute)
         self._fallback = fallback
         policy = resolve("eviction", eviction, "lru")
@@ -108,12 +109,12 @@ class PolicyHost:
         """Return the span of a block. Raises KeyError if the policy does not know it."""
         return self._spans[block]
 
-    # What the engine does.
+    # Calls for what the engine does to its blocks.
 
     def admitted(self, request: Id) -> None:
-        """Count an admission: what `request` hits and stores from now on is of this one.
+        """Count an admission of `request`, to which its next hits and stored blocks belong.
 
-        Called before the blocks it hits are. Without it the first use counts as admission.
+        Call it before `pin`. Otherwise the first hit or stored block counts as admission.
         """
         self._admissions += 1
         self._orders[request] = self._admissions
@@ -134,21 +135,24 @@ class PolicyHost:
 
         Args:
             block: the new block.
-            parent: the block before it; None, or one that the host does not know: the block
+            parent: the block before it; None, or a block that is not cached: the new block
                 begins a prompt.
             now: time in ns.
-            key: chained key of its content, which another block may have too; None: `block`.
-            request: who computed it; None: unknown, a request of its own.
+            key: chained key of its content, which other blocks may have too; None: `block`.
+            request: id of the request that computed it; None: a request of its own.
             priority: retention priority.
-            priority_until: until when (ns) it holds; None: always.
-            tenant: who sent the request.
+            priority_until: time (ns) at which the priority ends; None: never.
+            tenant: tenant of the request.
+
+        Raises:
+            InputError: the block is cached already.
         """
         self.stored_run(
             (block,), parent, now, keys=None if key is None else (key,), request=request,
             priority=priority, priority_until=priority_until, tenant=tenant,
         )  # fmt: skip
 
-    def stored_run(  # noqa: C901 - one store, told from top to bottom
+    def stored_run(  # noqa: C901 - one store, from top to bottom
         self,
         blocks: Sequence[Block],
         parent: Block | None,
@@ -160,9 +164,9 @@ class PolicyHost:
         priority_until: int | None = None,
         tenant: str | None = None,
     ) -> None:
-        """Insert consecutive blocks as `stored` does, each after the one before it.
+        """Insert consecutive blocks, each after the one before it; else as `stored`.
 
-        Half the cost of a call for each.
+        Costs half of a call of `stored` for each.
         """
         if self._dead is not None:
             raise self._dead
@@ -206,7 +210,7 @@ class PolicyHost:
             above = span
 
     def pin(self, block: Block) -> None:
-        """Pin a block, and with it all before it: it is in use. O(spans that were not)."""
+        """Pin a block that is in use, and so all blocks before it. O(blocks newly pinned)."""
         if self._dead is not None:
             raise self._dead
         span = self._spans.get(block)
@@ -218,11 +222,11 @@ class PolicyHost:
             self._pin(span)
 
     def unpin(self, block: Block, now: int) -> None:
-        """Remove one pin of a block. Unpin a path from its deepest block up to the root."""
+        """Remove a pin of a block. Unpin a path from its deepest block up to the root."""
         self.unpin_run((block,), now)
 
     def unpin_run(self, blocks: Iterable[Block], now: int) -> None:
-        """Remove one pin of each of `blocks`, the deepest first, as `unpin` does."""
+        """Remove a pin of each of `blocks`, which are in order, the deepest first."""
         if self._dead is not None:
             raise self._dead
         spans, expires = self._spans, self._expires
@@ -236,7 +240,7 @@ class PolicyHost:
                     raise InputError(msg)
                 self._unpin(span, now)
             else:
-                # `_unpin` again, for the one case that comes for nearly every block.
+                # `_unpin`, inlined for the case of nearly every block.
                 span.ref_count = 0
                 self.evictable += 1
                 self.released = span.released_order = self.released + 1
@@ -262,10 +266,11 @@ class PolicyHost:
         """Count that another request reuses `blocks`, which it has pinned. O(blocks).
 
         Args:
-            blocks: from the first of its prompt on.
+            blocks: the blocks, from the first of the prompt on.
             now: time in ns.
-            request: who hits them; None: unknown, a request of its own.
-            again: whether a preempted request finds its own blocks: they are used, not reused.
+            request: id of the request; None: a request of its own.
+            again: whether the request was preempted, and these are its own blocks: they are
+                used, not reused.
         """
         if self._dead is not None:
             raise self._dead
@@ -294,7 +299,7 @@ class PolicyHost:
                 below = raise_expiry(span, before, below)
 
     def hinted(self, block: Block, request: Request, now: int) -> None:
-        """Apply the retention priorities that `request` asks for to the path to `block`."""
+        """Apply the retention priorities of `request` to the path that ends at `block`."""
         if request.retention:
             apply_hints(
                 self._spans[block], priority_steps(request, self._geometry.block_size), now
@@ -306,18 +311,18 @@ class PolicyHost:
         """Evict exactly `count` blocks, or none.
 
         Args:
-            count: how many.
-            protected: blocks that must stay. To the policy they are in use for the time of
-                this call, and so released at its end, deepest first.
+            count: number of blocks.
+            protected: blocks that must stay. They are pinned during the call, and so released
+                at its end, the deepest first.
             now: time in ns.
             requester: id of the request that needs the room.
 
         Returns:
-            The blocks in the order in which they leave: the host does not know them any more.
-            None if not so many can be evicted; then nothing has changed.
+            The evicted blocks, in the order of eviction. None: fewer than `count` blocks can
+            be evicted, and nothing has changed.
 
         Raises:
-            PolicyError: the policy failed, and there is no fall-back.
+            PolicyError: the policy failed, and there is no fallback.
         """
         if self._dead is not None:
             raise self._dead
@@ -354,8 +359,8 @@ class PolicyHost:
     ) -> Block | None:
         """Evict one block for which `usable` returns True; return None if there is none.
 
-        For engines that do not tell of pins: what the policy chooses in vain is in use to it
-        for the time of this call. O(blocks chosen in vain), besides the policy's own.
+        For engines that do not pin blocks: a victim that is not usable stays, and is pinned
+        during the call. O(unusable victims), besides the cost of the policy.
         """
         if self._dead is not None:
             raise self._dead
@@ -364,7 +369,7 @@ class PolicyHost:
                 del self._orphans[block]
                 return block
         self.eviction.requester = requester
-        vain: list[_BlockSpan] = []
+        unusable: list[_BlockSpan] = []
         found: Block | None = None
         while found is None and self.evictable:
             span = self._victim(now)
@@ -372,25 +377,24 @@ class PolicyHost:
                 found = self._remove(span, "capacity")
             else:
                 self._pin(span)
-                vain.append(span)
-        for span in vain:
+                unusable.append(span)
+        for span in unusable:
             self._unpin(span, now)
         return found
 
     def dropped(self, block: Block, now: int, reason: str = "gone") -> None:
         """Remove a block that the engine has lost. O(blocks cached below it).
 
-        The policy's `on_remove` gets the `reason`.
-
-        What is below cannot be hit, unless the lost block is stored again and a request hits it
-        there. Until then the policy does not know them, and they are the first victims.
+        The blocks below it leave the policy too: they cannot be hit, and are the first victims.
+        If the lost block is stored again, and a request hits blocks below it, these are
+        inserted again. `on_remove` of the policy gets the `reason`.
         """
         if self._dead is not None:
             raise self._dead
         if self._orphans.pop(block, None) is not None:
             return
         for span in self._branch(block):
-            # Below it there is nothing any more, so all pins are its own.
+            # The blocks below it have left, so all pins are its own.
             pins, name, key = span.ref_count, span.block, span.path_keys[span.start]
             if pins:
                 span.ref_count = 1
@@ -400,41 +404,38 @@ class PolicyHost:
                 self._orphans[name] = key, pins
 
     def branch(self, block: Block) -> list[Block]:
-        """Return a block and all that is cached below it, leaves first. O(those)."""
+        """Return a block and all blocks cached below it, leaves first. O(those)."""
         return [span.block for span in self._branch(block)]
 
     def expired(self, block: Block, now: int) -> bool:
-        """Return True if the policy has let a block expire: it must not be hit any more.
-
-        For the engine to ask on look-up, and then to drop the block.
-        """
+        """Return True if a block has expired: the engine must not hit it, but drop it."""
         span = self._spans.get(block)
         expires = None if span is None or span.ref_count else span.expires
         return expires is not None and expires <= now
 
     def clear(self) -> None:
-        """Remove all blocks, pinned or not, and begin again with a policy that is new."""
+        """Remove all blocks, pinned or not, and start again with a new policy."""
         self._begin(deepcopy(self._unused))
 
-    # What the policy hears of requests.
+    # Calls for what happens to requests.
 
     def missed(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Call when `request` hits only `hit_blocks` blocks, fewer than its prompt could."""
+        """Record that `request` hits `hit_blocks` blocks, fewer than its prompt could."""
         if self._on_miss is not None:
             self._call("on_miss", self._on_miss, request, hit_blocks, now)
 
     def queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """Call when `request` enters the waiting queue: it arrived, or was preempted."""
+        """Record that `request` enters the waiting queue: it arrived, or was preempted."""
         if self._on_queued is not None:
             self._call("on_queued", self._on_queued, request, now, front=front)
 
     def dequeued(self, request: Request, now: int) -> None:
-        """Call when `request` leaves the waiting queue."""
+        """Record that `request` leaves the waiting queue."""
         if self._on_dequeued is not None:
             self._call("on_dequeued", self._on_dequeued, request, now)
 
     def ended(self, request: Request, now: int) -> None:
-        """Call when `request` has ended, before its blocks are released."""
+        """Record the end of `request`, before its blocks are released."""
         if self._on_end is not None:
             self._call("on_end", self._on_end, request, now)
         self._orders.pop(request.id, None)
@@ -442,18 +443,18 @@ class PolicyHost:
     # Inside.
 
     def _begin(self, policy: EvictionPolicy) -> None:
-        """Reset to an empty cache with `policy`, which is new."""
+        """Reset to an empty cache with a new policy."""
         self._root = Span.root(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
-        # Cached below what was lost: their keys, and how often they are pinned.
+        # Blocks cached below lost ones: their keys, and their numbers of pins.
         self._orphans: dict[Block, tuple[Key, int]] = {}
         self._orders: dict[Id | None, int] = {}
         self._last_id = self.released = self._admissions = 0
         self.evictable = 0
-        self._ask(policy)
+        self._attach(policy)
 
-    def _ask(self, policy: EvictionPolicy) -> None:
-        """Make `policy` the one that decides."""
+    def _attach(self, policy: EvictionPolicy) -> None:
+        """Make `policy` the one that chooses victims."""
         self.eviction = policy
         self._expires = policy.expires_spans
         self._on_insert = find_override(policy, "on_insert")
@@ -469,7 +470,7 @@ class PolicyHost:
         self._call("attach", policy.attach, self.blocks, self._geometry.block_size)
 
     def _order(self, request: Id | None) -> int:
-        """Return the serial of the admission of `request`."""
+        """Return the serial number of the admission of `request`."""
         if request is None:
             self._admissions += 1
             return self._admissions
@@ -477,11 +478,11 @@ class PolicyHost:
             self.admitted(request)
         return self._orders[request]
 
-    # A span counts the pins of its block, and one for each child that is pinned. So the spans
-    # above a pinned one are pinned, and a path is pinned and released in the order of KVCache.
+    # A span has the pins of its block, and one more for each pinned child. So the spans above a
+    # pinned one are pinned, and paths are pinned and released in the order of `KVCache`.
 
     def _pin(self, span: Span) -> None:
-        """Pin a span that was not, and those above it that were not."""
+        """Pin a span without pins, and the spans above it that have none."""
         while True:
             span.ref_count += 1
             if span.ref_count > 1:
@@ -518,7 +519,7 @@ class PolicyHost:
         return order[::-1]
 
     def _adopt(self, blocks: Sequence[Block], now: int, request: Id | None) -> None:
-        """Store again those of `blocks` that had lost an ancestor."""
+        """Insert those of `blocks` again that had left because a block before them was lost."""
         parent: Block | None = None
         for block in blocks:
             if block in self._orphans:
@@ -530,7 +531,7 @@ class PolicyHost:
             parent = block
 
     def _victim(self, now: int) -> _BlockSpan:
-        """Return the unpinned leaf that the policy wants to evict."""
+        """Return the unpinned leaf that the policy chooses."""
         span: Any
         try:
             span = self.eviction.victim(now)
@@ -560,13 +561,12 @@ class PolicyHost:
             return None
         return f"{span!r}, which {why}; {self.evictable} blocks are evictable"
 
-    def _evict(  # noqa: C901 - one eviction, told from top to bottom
+    def _evict(  # noqa: C901 - one eviction, from top to bottom
         self, evicted: list[Block], count: int, now: int
     ) -> None:
         """Evict until there are `count` blocks in `evicted`, or until the policy fails.
 
-        It is `_victim` and `_remove` in one loop, which takes a quarter less: an engine waits
-        for every block.
+        `_victim` and `_remove` inlined in one loop, which takes a quarter less time.
         """
         spans, geometry, before = self._spans, self._geometry, len(evicted)
         victim, on_remove, on_leaf = self.eviction.victim, self._on_remove, self._on_leaf
@@ -614,7 +614,8 @@ class PolicyHost:
     def _remove(self, span: _BlockSpan, reason: str) -> Block:
         """Remove an unpinned leaf; return its block.
 
-        When `on_remove` is called its parent has lost it, and can still be read.
+        `on_remove` is called when the parent no longer has it as a child; `span.parent` is
+        still set.
         """
         block = span.block
         del self._spans[block]
@@ -639,14 +640,14 @@ class PolicyHost:
         return block
 
     def _call(self, method: str, hook: Callable[..., Any], *args: Any, **more: Any) -> None:
-        """Call a method of the policy. All that the host knows is right already."""
+        """Call a method of the policy, when the state of the host is consistent."""
         try:
             hook(*args, **more)
         except FAILURES as error:
             self._fail(policy_error(self.eviction, method, error), error)
 
     def _fail(self, failure: PolicyError, error: BaseException | None = None) -> None:
-        """Raise `failure`, or let `lru` decide from now on."""
+        """Raise `failure`, or replace the policy by `lru`."""
         self.failures += 1
         if self.failure is None:
             self.failure = failure
@@ -657,27 +658,27 @@ class PolicyHost:
             _log.warning("%s; least recently used blocks are evicted from now on", failure)
         lru: EvictionPolicy = resolve("eviction", "lru")
         self._unused = deepcopy(lru)
-        self._ask(lru)
+        self._attach(lru)
         unpinned = [span for span in self._spans.values() if not span.ref_count]
         for span in sorted(unpinned, key=attrgetter("released_order")):
             lru.on_release(span, 0)
 
 
 def _path(above: Span, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of a path to `above` and on through `keys`: its own list if it may be."""
+    """Return the keys of the path to `above` and then `keys`, in a shared list if possible."""
     path, start = above.path_keys, above.end
     if not isinstance(path, list):  # the root has none
         return list(keys)
     known = path[start : start + len(keys)]
     if known != list(keys[: len(known)]):
-        # Other blocks continue the same path: these need a path of their own.
+        # The list continues with other keys: this path needs a list of its own.
         return [*path[:start], *keys]
     path.extend(keys[len(known) :])
     return path
 
 
 def _unpinned_above(spans: Iterable[Span]) -> int:
-    """Return how many spans pins of `spans` would pin. O(those)."""
+    """Return the number of spans that pins of `spans` would pin. O(those)."""
     found: set[Span] = set()
     for span in spans:
         while not span.ref_count and span not in found:
@@ -687,9 +688,9 @@ def _unpinned_above(spans: Iterable[Span]) -> int:
 
 
 def _closed(path: list[Span]) -> list[Span]:
-    """Return the spans of a path, and those above them: parents before children.
+    """Return the spans of a path and all above them, parents before children.
 
-    An engine that has two blocks of a key may hit one of them, and a child of the other.
+    An engine with two blocks of a key may hit one of them, and a child of the other.
     """
     if all(below.parent is span for span, below in pairwise(path)):
         return path

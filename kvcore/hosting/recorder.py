@@ -28,30 +28,30 @@ Id = int | str
 Lost = Literal["gone", "expired"]
 
 FLUSH_NS = 5 * NS_PER_S
-"""After so long all that has happened is in the file: what a killed engine leaves behind."""
+"""Time after which lines are flushed: a killed engine leaves all but the last seconds."""
 
 _log = logging.getLogger("kvcore")
 _P = ParamSpec("_P")
 
 
 class _Recording(Trace):
-    """A trace that keeps its lines when it is given up; blocks leave for many reasons."""
+    """A trace whose unfinished file is kept on an error; its evictions have a reason."""
 
     reason: Literal["capacity", "expired", "gone"] = "capacity"
 
     def evict(self, now: int, **fields: Any) -> None:
-        """Write EVICT with the reason that the engine had."""
+        """Write EVICT with the present reason."""
         super().evict(now, **(fields | {"reason": self.reason}))
 
     def give_up(self, error: BaseException | None) -> None:
-        """Leave the unfinished file, which can be read up to here."""
+        """Keep the unfinished file, which can be read up to here."""
         del error
         self._sink.keep()
         self._shut()
 
 
 class _FollowedIndex(PrefixIndex):
-    """Finds cached blocks by their keys, no more of them than the engine says."""
+    """Finds cached blocks by their keys, up to the number of hits in the engine."""
 
     name: ClassVar[str] = "followed"
     block_spans = True
@@ -61,7 +61,7 @@ class _FollowedIndex(PrefixIndex):
         self.limit: int | None = None
 
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
-        """Return the span of the last cached block. O(blocks)."""
+        """Return the span of the last cached block, and its end. O(blocks)."""
         end, span = after.end, after
         for key in keys[end : limit if self.limit is None else min(limit, self.limit)]:
             found = self.spans.get(key)
@@ -71,7 +71,7 @@ class _FollowedIndex(PrefixIndex):
         return span, end
 
     def insert(self, span: Span, first: int) -> None:
-        """Enter a block."""
+        """Insert a block."""
         self.spans[span.path_keys[first]] = span
 
     def remove(self, span: Span, first: int) -> None:
@@ -80,7 +80,7 @@ class _FollowedIndex(PrefixIndex):
 
 
 class _FollowedEviction(EvictionPolicy):
-    """Evicts the block that the engine has evicted."""
+    """Evicts the blocks that the engine has evicted."""
 
     name: ClassVar[str] = "followed"
 
@@ -88,7 +88,7 @@ class _FollowedEviction(EvictionPolicy):
         self.chosen: Any = None
 
     def victim(self, now: int) -> Span:
-        """Return the block that leaves."""
+        """Return the span of the evicted block."""
         del now
         span: Span = self.chosen
         return span
@@ -99,9 +99,10 @@ class _Recorded:
     """A request that has arrived and not ended.
 
     Attributes:
-        request: as the trace has it, with the keys of what it has generated.
+        request: the request as in the trace, with the keys of its generated blocks.
         seq: its sequence; None while it waits.
-        admitted, answered: whether it ever ran, and had its first token.
+        admitted: whether it was ever admitted.
+        answered: whether it has its first token.
     """
 
     request: Request
@@ -113,7 +114,7 @@ class _Recorded:
 def _guarded(
     method: Callable[Concatenate[EngineRecorder, _P], None],
 ) -> Callable[Concatenate[EngineRecorder, _P], None]:
-    """Return `method`; where it raises, the recording ends, and later calls do nothing."""
+    """Return `method`; if it raises, the recording ends, and later calls do nothing."""
 
     @wraps(method)
     def guarded(self: EngineRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -129,41 +130,41 @@ def _guarded(
 class EngineRecorder:
     """Writes the decisions of an engine as a kvcore trace of mode `wall`.
 
-    The engine says what it has done. A `KVCache` of one-block spans follows it, evicts what
-    the engine has evicted, and writes the lines: so the trace is one that `kvcore replay`
-    accepts, and nothing in it is of kvcore's own deciding. Where the engine does what the
-    cache cannot follow, that is counted as a disagreement and logged once:
+    The engine calls a method after each of its decisions. A `KVCache` with spans of one block
+    repeats the decision, evicts the blocks that the engine has evicted, and writes the lines:
+    so `kvcore replay` accepts the trace, and every decision in it is the engine's. A decision
+    that the cache cannot repeat is counted as a disagreement, and the first is logged:
 
-    - It hits less than is cached: so does the trace. It hits more: the trace has these blocks
-      computed at once.
-    - It evicts what the trace has in use, or what other cached blocks follow: the block leaves
-      the trace when it can, with reason `gone`.
-    - It has room where the trace has none: the least recently used block leaves.
+    - The engine hits more blocks than are cached: in the trace they are computed at once. If
+      it hits fewer, so does the trace, which is no disagreement.
+    - It evicts a block that is in use in the trace, or has cached blocks below it: the block
+      leaves the trace as soon as it can, with reason `gone`.
+    - It has room and the trace has none: the least recently used block leaves.
 
-    What engines do besides is no disagreement: a second block of one key (a duplicate) is
-    counted, and the key leaves the trace with the last of its blocks; blocks may leave before
-    their room is needed; and below a lost block all leaves with it, with reason `gone`.
+    Three things are no disagreement: a second block of a key (a duplicate) is counted, and the
+    key leaves the trace with the last of its blocks; blocks may leave before their room is
+    needed; and the blocks below a lost block leave with it, with reason `gone`.
 
-    No method raises. A file that cannot be written ends the recording, with a line in the log;
-    what was written until then stays as `<path>.part`. The recording is closed when the process
-    ends; that of a killed one is a `.part` of all up to a few seconds before.
+    No method raises. A file that cannot be written ends the recording with a warning in the
+    log; the lines so far stay in `<path>.part`. The recording is closed when the process ends;
+    a killed process leaves a `.part` with all but the last few seconds.
 
-    All times are ns of one clock of the engine, and stand in the trace from the first on.
+    Times are ns of one clock of the engine; the trace begins at 0.
 
     Args:
         path: the trace; compressed by its name, `.gz` or `.zst`.
         blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
-        eviction: the policy that decides, which is only named here.
+        eviction: the policy that chooses victims, for its name and options.
         engine: name of the engine, and its version: `vllm 0.33.0`.
-        accounting: `tokens`: the last token of a prompt is computed in any case, so that its
-            block does not hit; `keys`: all blocks can.
-        duplicates: whether the engine keeps the second block of a key; False: it frees it,
-            and uses the first.
+        accounting: `tokens`: the last token of a prompt is always computed, so that its block
+            does not hit; `keys`: all blocks can hit.
+        duplicates: whether the engine keeps a second block of a key; False: it frees the
+            second, and uses the first.
 
     Attributes:
-        evictions: digest of what was evicted, as `kvcore replay` prints it.
-        disagreements: how often the engine did what the trace could not follow, by kind.
-        failure: what has ended the recording before it was closed; None: nothing.
+        evictions: digest of the evicted blocks, as `kvcore replay` prints it.
+        disagreements: number of decisions that the trace could not repeat, by kind.
+        failure: the error that has ended the recording before it was closed; None: no error.
     """
 
     def __init__(
@@ -190,15 +191,15 @@ class EngineRecorder:
         self._now = self._flushed = 0
         self._requests: dict[Id, _Recorded] = {}
         self._uses: Counter[Id] = Counter()
-        # How many blocks of the engine have a key, where these are not one; and how many it
-        # still has of keys that cannot be hit.
+        # Number of blocks of a key in the engine, where it is not one; and number of blocks of
+        # keys that cannot be hit.
         self._copies: dict[Key, int] = {}
         self._orphans: dict[Key, int] = {}
-        # What the engine has lost or evicted while the trace had it in use.
+        # Keys that the engine has lost or evicted while they were in use in the trace.
         self._late: dict[Key, None] = {}
         self._index = _FollowedIndex()
         self._policy = _FollowedEviction()
-        # EVICT lines say what the engine's policy has done.
+        # EVICT lines name the policy of the engine.
         self._policy.name = eviction.name  # type: ignore[misc]
         try:
             trace = self._trace = _Recording(path, mode="wall", engine=engine)
@@ -217,9 +218,9 @@ class EngineRecorder:
 
     @_guarded
     def request(self, request: Request, now: int) -> None:
-        """Record that `request` has arrived. Its keys stand for a block each.
+        """Record that `request`, with a key for each block, has arrived.
 
-        An id that an ended request had before gets a number behind it.
+        If an ended request had its id, the id in the trace gets a number as suffix.
         """
         if request.id in self._requests:
             return
@@ -227,7 +228,7 @@ class EngineRecorder:
         name, hints = request.id, request.hints
         if self._uses[name] > 1:
             name = f"{name}#{self._uses[name]}"
-        # What these would do to the cache, the engine has not done.
+        # The engine has not followed these hints, and so the cache must not.
         hints = attrs.evolve(hints, share=None, pin=None, demote=False) if hints else NO_HINTS
         keys = request.keys
         if self._accounting == "tokens":
@@ -240,14 +241,14 @@ class EngineRecorder:
     def opened(
         self, request_id: Id, *, hit: int, blocks: int, evicted: Iterable[Key] = (), now: int
     ) -> None:
-        """Record that a request runs, for the first time or again.
+        """Record that a request is admitted, for the first time or after a preemption.
 
         Args:
-            request_id: the request, which has arrived.
-            hit: blocks of its prompt that were cached, from its first on; of one that was
-                preempted also those of its output.
-            blocks: blocks allocated for it, besides those.
-            evicted: keys of the blocks that were evicted for that, in order.
+            request_id: id of the request, which has arrived.
+            hit: number of blocks that it hits, from the first of its prompt on; after a
+                preemption also of its output.
+            blocks: number of blocks allocated for it, besides those.
+            evicted: keys of the blocks that were evicted for it, in order.
             now: time in ns.
         """
         each = self._of(request_id, running=False)
@@ -279,7 +280,7 @@ class EngineRecorder:
     def extended(
         self, request_id: Id, *, blocks: int, evicted: Iterable[Key] = (), now: int
     ) -> None:
-        """Record that a running request has got `blocks` more; `evicted` as for `opened`."""
+        """Record that `blocks` more were allocated for a running request; see `opened`."""
         each = self._of(request_id)
         if each is not None and each.seq is not None:
             now = self._at(now)
@@ -294,8 +295,7 @@ class EngineRecorder:
     ) -> None:
         """Record that the first `blocks` blocks of a running request can be hit.
 
-        `keys` are those of blocks that its output has filled since the last call: they follow
-        the keys it has.
+        `keys` are the keys of the blocks that its output has filled since the last call.
         """
         each = self._of(request_id)
         if each is None or each.seq is None:
@@ -322,7 +322,7 @@ class EngineRecorder:
     def answered(self, request_id: Id, now: int) -> None:
         """Record that a running request has generated its first token.
 
-        Without it, a request with output has had it when it ended.
+        Without this call, the first token of a request is at its end.
         """
         each = self._of(request_id)
         if each is not None and each.seq is not None and self._most_output(each) > 0:
@@ -342,9 +342,9 @@ class EngineRecorder:
 
     @_guarded
     def dropped(self, key: Key, now: int, reason: Lost = "gone") -> None:
-        """Record that the engine has lost a block of `key`: a failed store, say.
+        """Record that the engine has dropped a block of `key`.
 
-        Or that it has dropped one which its policy had let expire, by the `reason`.
+        The `reason` is `gone`, as after a failed store, or `expired`.
         """
         now = self._at(now)
         if self._forget(key):
@@ -364,7 +364,7 @@ class EngineRecorder:
 
     @_guarded
     def cleared(self, now: int) -> None:
-        """Record that the engine has dropped all blocks that no request uses."""
+        """Record that the engine has dropped all blocks that are not in use."""
         now = self._at(now)
         for span in reversed([*self._cache.tree.spans()]):
             self._lose(span, now)
@@ -374,8 +374,7 @@ class EngineRecorder:
     def close(self) -> None:
         """Finish the recording, and rename the file to its path. A second call does nothing.
 
-        Requests that are open are written as ended, with no token, or one if they were
-        `answered`.
+        Open requests end here, with one output token if they were `answered`, else with none.
         """
         self._seal()
         self._closed = True
@@ -392,7 +391,7 @@ class EngineRecorder:
     # Inside.
 
     def _evict(self, keys: Iterable[Key], requester: Id, now: int) -> None:
-        """Evict what the engine has evicted. The blocks are free at once."""
+        """Evict the blocks that the engine has evicted."""
         for key in keys:
             if self._forget(key):
                 continue
@@ -407,7 +406,7 @@ class EngineRecorder:
                 self.evictions.add(key)
 
     def _forget(self, key: Key) -> bool:
-        """Return True if a block of `key` can leave while the trace stays as it is."""
+        """Return True if a block of `key` leaves the engine without a change of the trace."""
         for counts, last in (self._copies, 1), (self._orphans, 0):
             if key in counts:
                 counts[key] -= 1
@@ -417,7 +416,7 @@ class EngineRecorder:
         return False
 
     def _lose(self, span: Span, now: int, reason: Lost = "gone") -> None:
-        """Remove a block that the engine has lost, now or as soon as it is not in use."""
+        """Remove a block that the engine has lost, now or as soon as it is an unpinned leaf."""
         if span.ref_count or span.children:
             self._late[span.path_keys[span.start]] = None
             return
@@ -427,7 +426,7 @@ class EngineRecorder:
         self._trace.reason = "capacity"
 
     def _leave(self, span: Span, requester: Id, now: int) -> None:
-        """Remove an unpinned leaf, whose block becomes free."""
+        """Remove an unpinned leaf, and free its block."""
         self._policy.chosen = span
         ids = self._cache.tree.evict(1, requester, now)
         self._cache.pool.free(ids, 1)
@@ -455,7 +454,7 @@ class EngineRecorder:
                 trace.reject(now, request=request.id, why="it left before it was admitted")
                 return
             if seq is None:
-                # It ends while it is preempted, which only a sequence can.
+                # It ends while it is preempted; only a sequence can end in a trace.
                 self._index.limit = 0
                 each.seq = seq = cache.open(request, 0, now, resumed=True)
                 self._index.limit = None
@@ -464,7 +463,7 @@ class EngineRecorder:
                 self._answer(each, seq, now)
             trace.finish(now, request=request.id, seq=seq.id, output=output)
             cache.close(seq, now)
-        # Deepest first, since they were noted so.
+        # Deepest first: in the order in which they were inserted.
         for key in [*self._late]:
             span = self._index.spans.get(key)
             if span is None:
@@ -500,7 +499,7 @@ class EngineRecorder:
         return each
 
     def _at(self, now: int) -> int:
-        """Return a time as the trace has it. From time to time all so far goes to the file."""
+        """Return a time of the engine as a time of the trace; flush the file now and then."""
         if self._begun is None:
             self._begun = now
         self._now = now = max(now - self._begun, self._now)
@@ -511,10 +510,10 @@ class EngineRecorder:
         return now
 
     def _make_room(self, blocks: int, match: PrefixMatch, requester: Id, now: int) -> None:
-        """Evict least recently used blocks as needed, except those of `match`."""
+        """Evict least recently used blocks, none of `match`, until `blocks` are free."""
         cache, kept, span = self._cache, set(), match.span
         if blocks > cache.available_blocks - match.unpinned_blocks:
-            return  # that is refused
+            return  # the cache will refuse it
         while span.parent is not None:
             kept.add(span)
             span = span.parent

@@ -24,12 +24,12 @@ TRACE = "KVCORE_TRACE"
 class HostSettings:
     """The settings of an adapter.
 
-    Engines load a policy by the name of a class and pass no options, in processes that they
-    start themselves. What such processes share is the environment.
+    Engines load an adapter by the name of a class, without options, in processes that they
+    start themselves: so its settings are in the environment.
 
     Attributes:
         eviction: name of the policy, with options, such as `slru:protected=0.8`.
-        trace: where the decisions are recorded; None: they are not.
+        trace: path of the recording; None: decisions are not recorded.
     """
 
     eviction: str = "lru"
@@ -37,7 +37,7 @@ class HostSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> HostSettings:
-        """Return what `KVCORE_EVICTION` and `KVCORE_TRACE` ask for.
+        """Return the settings in `KVCORE_EVICTION` and `KVCORE_TRACE`.
 
         Raises:
             InputError: no such policy or option, or a file that cannot be read.

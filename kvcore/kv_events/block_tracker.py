@@ -35,10 +35,10 @@ from kvcore.progress import Tick, ticked, unseen
 Publisher: TypeAlias = int | str | None
 
 Scope: TypeAlias = tuple[Publisher, int | None, int | None]
-"""Within which a hash has one meaning: publisher, rank, and group of layers."""
+"""Where a hash has one meaning: publisher, rank, and group of layers."""
 
 REUSED = "REUSED"
-"""The `origin` of a stored run that was in the cache already, in engines that report it."""
+"""The `origin`, in engines that report it, of a stored run that was cached already."""
 
 MAX_EXAMPLES = 20
 
@@ -49,7 +49,7 @@ KINDS = {
     "collision": "hashes stored with another parent or other tokens than before",
     "repeated": "hashes that an event has twice",
 }
-"""By kind of anomaly: what to call its count."""
+"""What is counted, by kind of anomaly."""
 
 
 @attrs.frozen
@@ -69,12 +69,12 @@ class BlockLocation:
 
 @attrs.frozen
 class Anomaly:
-    """An event that cannot be true, or cannot be parsed.
+    """An event that contradicts those before it, or cannot be parsed.
 
     Attributes:
         kind: one of `KINDS`.
-        where: the batch and the event.
-        what: the block or the reason.
+        where: number of the batch, and of the event in it.
+        what: the block, or the reason.
     """
 
     kind: str
@@ -94,31 +94,32 @@ class BlockTracker:
     """The blocks that are resident after batches, applied in the order of their publication.
 
     A hash may be stored several times at one location: it is resident until it was removed as
-    often. In full-report mode, where an engine reports again what a request reused, a second
-    store is a reuse instead; so it is for an event whose `origin` is `REUSED`.
+    often. In full-report mode, in which an engine also reports reused blocks, a second store
+    is a reuse; so it is in an event with the `origin` `REUSED`.
 
-    A batch whose number was applied already is a replay, and ignored, unless its time is later
-    than any before it: then the publisher has restarted, and its blocks are dropped. Numbers
-    that are left out are a gap: what is resident after one is what the stream says, not what
-    is so.
+    A batch with a number that was applied before is a replay, and ignored, unless its time is
+    later than that of all batches before: then the publisher has restarted, and its blocks are
+    dropped. Missing numbers are a gap, after which the tracker may differ from the engine.
 
     Memory grows with the resident blocks; an event costs O(its blocks).
 
     Attributes:
         full: whether the stream is in full-report mode.
-        batches, events: how many were applied, `events` by class.
-        stored, removed: blocks, without those that were there already or were not there.
-        stored_again, reused: blocks stored where they were, without and with full reports.
-        moved: blocks that changed their tier.
-        cleared: blocks that a clear dropped; `forgotten`: those that a restart dropped.
-        replayed: batches ignored, since they had been applied before.
-        restarts: of publishers.
-        gaps: publisher, first number missing, and how many, of each gap.
-        anomalies: how many there were of each kind; `examples` has the first 20.
+        batches, events: number of applied batches, and of their events by class.
+        stored: number of stored blocks that were not resident at their location.
+        removed: number of blocks that were resident, and no longer are after a removal.
+        stored_again, reused: number of stored blocks that were resident at their location,
+            without and with full reports.
+        moved: number of blocks that changed their tier.
+        cleared, forgotten: number of blocks dropped by a clear, and by a restart.
+        replayed: number of ignored batches.
+        restarts: number of restarts of publishers.
+        gaps: publisher, first missing number, and number of batches, of each gap.
+        anomalies: number of anomalies by kind; `examples` has the first 20.
     """
 
     def __init__(self, *, full: bool = False) -> None:
-        """Start with no block resident."""
+        """Start without resident blocks."""
         self.full = full
         self.batches = self.stored = self.removed = self.stored_again = self.reused = 0
         self.moved = self.cleared = self.forgotten = self.replayed = self.restarts = 0
@@ -126,7 +127,7 @@ class BlockTracker:
         self.gaps: list[tuple[Publisher, int, int]] = []
         self.anomalies = dict.fromkeys(KINDS, 0)
         self.examples: list[Anomaly] = []
-        # How often each block is stored at a location; what its hash means within a scope.
+        # How often each block is stored at a location; its parent and content in a scope.
         self._counts: dict[BlockLocation, dict[Hash, int]] = {}
         self._known: dict[Scope, dict[Hash, tuple[Hash | None, Any]]] = {}
         self._publishers: dict[Publisher, _Progress] = {}
@@ -134,10 +135,10 @@ class BlockTracker:
     def apply(
         self, batch: EventBatch, seq: int | None = None, publisher: Publisher = None
     ) -> bool:
-        """Apply the next batch; return whether it was new.
+        """Apply the next batch; return False if it is a replay.
 
-        `seq` and `publisher` come from the transport; without them, those of the batch itself
-        count (`seq`, and `source` or `dp_rank`).
+        `seq` and `publisher` are those of the transport; if they are None, those of the batch
+        (`seq`, and `source` or `dp_rank`) take their place.
         """
         seq = batch.seq if seq is None else seq
         if publisher is None:
@@ -178,7 +179,7 @@ class BlockTracker:
         return sum(count for _, _, count in self.gaps)
 
     def _advance(self, publisher: Publisher, seq: int, time: int | None) -> bool:
-        """Record the number of a batch; return whether it is new."""
+        """Record the number of a batch; return False if it is a replay."""
         state = self._publishers.setdefault(publisher, _Progress())
         if state.next is not None and seq < state.next:
             if time is None or state.time is None or time <= state.time:
@@ -249,7 +250,7 @@ class BlockTracker:
                 self.removed += self._decrease(location, value)
 
     def _find(self, value: Hash, scope: Scope, medium: str | None) -> BlockLocation | None:
-        """Return where a block is; without a medium, the first location that has it."""
+        """Return the location of a block; without a medium, the first one that has it."""
         exact = BlockLocation(*scope, medium)
         if value in self._counts.get(exact, {}):
             return exact
@@ -264,7 +265,7 @@ class BlockTracker:
         return next(locations, None)
 
     def _decrease(self, location: BlockLocation, value: Hash) -> bool:
-        """Remove a block once; return whether it is gone from the location."""
+        """Remove a block once; return True if it has left the location."""
         blocks = self._counts[location]
         blocks[value] -= 1
         if blocks[value]:
@@ -312,21 +313,22 @@ TELLS = (
 
 @attrs.frozen
 class RecordingReport:
-    """The contents of a recording, up to its end or where it is cut.
+    """The contents of a recording, up to its end or its cut.
 
     Attributes:
-        file: the path, as given.
-        format, engine: as the recording says; `engine` is None where it does not.
-        complete, cut_reason: whether nothing is missing at its end; if not, why.
-        batches, events: how many there are, `events` by class.
-        blocks: how many were `stored`, `removed`, `stored_again` (where they were), `reused`
-            (the same, in full-report mode), `moved`, `cleared`, and `forgotten` at restarts.
-        resident: different blocks at the end, by medium; `-` where it is unknown.
-        restarts, replayed, garbage: of publishers; batches that came twice; messages that
-            were no batch.
-        gaps: publisher, first number and count of what is missing; `missing` batches in all.
-        anomalies: how many by kind; `examples` are the first of them.
-        tells: sentences on what such a stream can and cannot show, and where this one may be
+        file: the path.
+        format, engine: format and engine in the recording; `engine` may be None.
+        complete: whether nothing is missing at the end.
+        cut_reason: where and how the file ends, if it is incomplete.
+        batches, events: number of batches, and of events by class.
+        blocks: number of blocks `stored`, `removed`, `stored_again`, `reused`, `moved`,
+            `cleared` and `forgotten`, as in `BlockTracker`.
+        resident: number of different blocks at the end, by medium; `-`: unknown.
+        restarts, replayed, garbage: number of restarts of publishers, of replayed batches, and
+            of messages that were no batch.
+        gaps, missing: publisher, first number and count of each gap; number of batches in all.
+        anomalies: number of anomalies by kind; `examples` has the first 20.
+        tells: sentences on what such a stream can and cannot show, and on where this one may be
             wrong.
     """
 
@@ -358,11 +360,11 @@ class RecordingReport:
 def check_recording(
     file: str | os.PathLike[str], *, full: bool = False, tick: Tick = unseen
 ) -> RecordingReport:
-    """Read a recording, and report which blocks are resident and what cannot be true.
+    """Read a recording; report its resident blocks and its contradictions.
 
-    `full` says that the engine was in full-report mode: what is stored again was reused.
-    `tick` is called with the bytes of the file that are done. Also reads files of
-    TensorRT-LLM's events and Dynamo's router events, one a line.
+    With `full`, the engine was in full-report mode: blocks that are stored again were reused.
+    `tick` is called with the number of bytes read. Files of TensorRT-LLM's events and of
+    Dynamo's router events, one a line, are read too.
 
     Raises:
         InputError: the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Exporting a kvcore trace: as KV events for vLLM's and Dynamo's readers, and as requests."""
+"""Exports of a trace: KV events as of vLLM or Dynamo, and requests as of Mooncake."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from kvcore.units import NS_PER_S
 MEDIUM = "GPU"
 
 MEDIUMS = {"host": "CPU", "disk": "DISK", "redis": "EXTERNAL"}
-"""What vLLM calls the memory of a tier, by its plugin; others have the name of the tier."""
+"""Names of media in vLLM, by plugin of the tier; others have the name of the tier."""
 
 TIERS = {"GPU": "device", "CPU": "host_pinned", "DISK": "disk", "EXTERNAL": "external"}
-"""What Dynamo calls them."""
+"""Names of tiers in Dynamo, by medium in vLLM."""
 
 UNSUPPORTED = (
     *("salt", "tenant", "priority", "slo", "predicted"),
@@ -41,13 +41,13 @@ UNSUPPORTED = (
 """Fields of a REQUEST that Mooncake's format cannot express."""
 
 STORED = ("new", "grown")
-"""Kinds of COMMIT that make blocks cached which were not."""
+"""Kinds of COMMIT that add blocks to the cache."""
 
-_TELLING, _TOKEN_BITS = 4, 31
-"""Tokens of a block that tell it from others, and the most bits of one."""
+_HASH_TOKENS, _TOKEN_BITS = 4, 31
+"""Number of placeholder tokens with the hash of a block, and the most bits of one."""
 
 _EVENT_VALUES = 1 << 16
-"""Hashes and token ids of an event, at least a block's: readers bound the values of a line."""
+"""Most hashes and token ids of a batch; a larger block has an event of its own."""
 
 
 @attrs.frozen
@@ -55,8 +55,8 @@ class ExportSize:
     """Size of an export of a trace as vLLM's events, counted beforehand.
 
     Attributes:
-        blocks: number of blocks that are stored, each as often as it is.
-        tokens: number of token ids that are written.
+        blocks: number of stores of a block.
+        tokens: number of written token ids.
     """
 
     blocks: int
@@ -88,7 +88,7 @@ class ExportSize:
         return cls(blocks, blocks * size)
 
     def bytes(self, *, compressed: bool) -> int:
-        """Return about how many bytes the recording takes; less where hashes are short.
+        """Return the approximate size of the recording in bytes; less if hashes are short.
 
         A block has a hash of up to 20 digits where it is stored and where it is removed, and
         nearly all its token ids are zeros with a comma, which compress to nothing.
@@ -101,17 +101,18 @@ class ExportSize:
 def event_batches(
     trace: str | os.PathLike[str], tick: Tick = unseen, replica: int | str | None = None
 ) -> Iterator[EventBatch]:
-    """Yield what an engine would have published during a run, as vLLM does: a batch a moment.
+    """Yield the events of a run as vLLM would have published them, a batch for each time.
 
-    What happens at one moment is several batches if one would have too many values to be read.
+    The events of one time are in several batches if one would have too many values to be read.
 
     A block that is committed for the first time is stored, one that is evicted removed; so is
     one that is written into a tier or leaves it, with the tier as its medium. Keys of
     the trace are the hashes: integers as they are, digests by their last 64 bits, as in vLLM;
-    where a key is several blocks, a hash of the key and the block's place in it. Token ids are
-    not in a trace: stand-ins take their place, equal for equal blocks alone. The trace is read
-    to its END, and its digest checked; `tick` is called with the bytes that are done. Costs
-    about 20 µs a line, and some µs a block. Of a cluster the events are those of a `replica`.
+    where a key is several blocks, a hash of the key and of the position of the block in it. A
+    trace has no token ids: placeholders are written, equal only for equal blocks. The trace is
+    read to its END, and its digest checked; `tick` is called with the number of bytes read.
+    Costs about 20 µs a line, and some µs a block. In the trace of a cluster, `replica` selects
+    the server.
 
     Raises:
         InputError: the file cannot be opened.
@@ -151,7 +152,7 @@ def dynamo_batches(
 ) -> Iterator[EventBatch]:
     """Yield the events of a run as router events of Dynamo, numbered from 0: one event a batch.
 
-    A trace does not have the hash of a block's own tokens: the hash of the block stands for it.
+    A trace does not have the hash of the tokens of a block: it is replaced by the block's hash.
     Raises as `event_batches`.
     """
     number = 0
@@ -175,21 +176,21 @@ def dynamo_batches(
 class MooncakeRows:
     """The requests of a trace as rows of Mooncake's format: JSON, each with its newline.
 
-    `hash_ids` are the trace's keys; of a digest 63 bits. Times are whole milliseconds,
-    rounded down. The format does not have the tokens a key stands for; readers assume 512.
+    `hash_ids` are the keys of the trace, or 63 bits of a digest. Times are rounded down to
+    milliseconds. The format does not have the number of tokens of a key; readers assume 512.
 
     Attributes:
-        trace: the file.
-        tick: called with the bytes of the trace that are done.
-        rows: how many were yielded.
-        key_tokens: tokens a key of the trace; 0 before the first request.
-        left_out: how many requests had a field that the format cannot express, by field; `t`
-            for times that were rounded.
+        trace: path of the trace.
+        tick: called with the number of bytes read.
+        rows: number of rows so far.
+        key_tokens: number of tokens of a key; 0 before the first request.
+        left_out: number of requests with a field that the format cannot express, by field; `t`
+            counts rounded times.
 
     Raises:
         InputError: the file cannot be opened.
-        TraceError: a line is damaged, the trace is incomplete, or its keys do not all stand
-            for as many tokens.
+        TraceError: a line is damaged, the trace is incomplete, or its keys have different
+            numbers of tokens.
     """
 
     trace: str | os.PathLike[str]
@@ -227,7 +228,7 @@ class MooncakeRows:
 
 
 def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
-    """Write lines to a file that is whole or absent, `.gz` and `.zst` by name; return how many.
+    """Write lines to a file that is whole or absent, compressed by its name; return the count.
 
     Raises:
         InputError: the file cannot be opened for writing.
@@ -247,9 +248,9 @@ def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
 
 
 def block_hash(key: int | str | tuple[Any, ...], place: int = 0, blocks: int = 1) -> int:
-    """Return the 64-bit hash of a block: `place` of the `blocks` that `key` stands for.
+    """Return the 64-bit hash of block number `place` of the `blocks` of `key`.
 
-    A generated block without a key of the workload has the tuple that names it.
+    The key of a generated block that the workload does not have is a tuple.
     """
     if blocks > 1 or isinstance(key, tuple):
         text = f"{key}/{place}".encode()
@@ -269,10 +270,10 @@ class _EventMaker:
             raise ValueError(msg)
         self._ratio = max(1, header.key_tokens // self._size)
         self._most_blocks = max(1, _EVENT_VALUES // (self._size + 1))
-        telling = min(self._size, _TELLING)
-        self._token_bits = min(_TOKEN_BITS, -(-64 // telling))
-        self._shifts = [place * self._token_bits for place in range(telling)]
-        self._zeros = [0] * (self._size - telling)
+        count = min(self._size, _HASH_TOKENS)
+        self._token_bits = min(_TOKEN_BITS, -(-64 // count))
+        self._shifts = [place * self._token_bits for place in range(count)]
+        self._zeros = [0] * (self._size - count)
         self._mediums: dict[str, str] = {}
         for tier in header.tiers or ():
             medium = MEDIUMS.get(tier.name, tier.tier.upper())
@@ -280,7 +281,7 @@ class _EventMaker:
             self._mediums[tier.tier] = tier.tier.upper() if taken else medium
 
     def values(self, event: BlockStored | BlockRemoved) -> int:
-        """Return how many hashes and token ids an event has."""
+        """Return the number of hashes and token ids of an event."""
         return len(event.hashes) * (self._size + 1 if isinstance(event, BlockStored) else 1)
 
     def apply(self, line: events.Event) -> Iterator[BlockStored | BlockRemoved]:
@@ -305,7 +306,7 @@ class _EventMaker:
     def _moved(
         self, line: events.Offload | events.Recover | events.Discard
     ) -> Iterator[BlockStored | BlockRemoved]:
-        """Yield the events of a tier, except for parked blocks: no other request hits these."""
+        """Yield the events of a tier, without parked blocks, which no other request can hit."""
         state = self._state
         if state.tiers is None or getattr(line, "parked", False):
             return
@@ -319,7 +320,7 @@ class _EventMaker:
     def _removed(
         self, keys: list[Any], first: int, end: int, medium: str
     ) -> Iterator[BlockRemoved]:
-        """Yield what says that blocks are gone, deepest first."""
+        """Yield events that remove blocks, the deepest first."""
         gone = range(end - 1, first - 1, -1)
         for place in range(0, len(gone), _EVENT_VALUES):
             part = gone[place : place + _EVENT_VALUES]
@@ -329,7 +330,7 @@ class _EventMaker:
     def _stored(
         self, keys: list[Any], begin: int, end: int, medium: str
     ) -> Iterator[BlockStored]:
-        """Yield what says that blocks are there."""
+        """Yield events that store blocks."""
         for first in range(begin, end, self._most_blocks):
             part = range(first, min(end, first + self._most_blocks))
             hashes = tuple(self._hash(keys, block) for block in part)
@@ -346,10 +347,10 @@ class _EventMaker:
         return block_hash(keys[whole], place, self._ratio)
 
     def _tokens(self, value: int) -> list[int]:
-        """Return stand-ins for a block's token ids: its hash in the first few, then zeros.
+        """Return placeholders for token ids: the block's hash in the first few, then zeros.
 
-        Nothing but the equality of blocks can be read from them, and zeros are a fifth of the
-        file that random ids are, and a thousandth of it compressed.
+        They show the equality of blocks and nothing else; a file with zeros has a fifth of the
+        size of one with random ids, and a thousandth of it if compressed.
         """
         mask = (1 << self._token_bits) - 1
         return [value >> shift & mask for shift in self._shifts] + self._zeros
@@ -360,7 +361,7 @@ def _batch(now: int, events: list[BlockStored | BlockRemoved]) -> EventBatch:
 
 
 def _routed(event: BlockStored | BlockRemoved, tier: str) -> BlockStored | BlockRemoved:
-    """Return an event in vLLM's form as Dynamo's router has it."""
+    """Return the event of Dynamo's router for an event of vLLM."""
     if isinstance(event, BlockRemoved):
         return attrs.evolve(event, medium=tier)
     return BlockStored(

@@ -1,4 +1,4 @@
-"""Publishing KV events over ZMQ as engines do: live to subscribers, and as replays."""
+"""A publisher of KV events over ZMQ as in engines: live to subscribers, and as replays."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _RETRY_SECONDS, _POLL_SECONDS = 0.01, 0.1
 class Publisher(Endpoint):
     """A publisher of batches over ZMQ, in the frames of vLLM, SGLang and TensorRT-LLM.
 
-    Live batches go to every subscriber; while one is slow, `publish` waits and none is dropped.
-    `serve`, and every other method before it waits or sends, answers requests for replays on
-    the thread that calls it. Use it in a `with` block; closing waits up to five seconds for
-    batches that are still queued.
+    Live batches go to every subscriber. `publish` waits for slow ones, and drops no batch.
+    Requests for replays are answered by `serve`, and by other methods while they wait, on the
+    thread of the caller. Use it in a `with` block; closing waits up to five seconds for
+    queued batches.
 
     Args:
-        address: to bind to, such as `tcp://*:5557`.
-        replay: address to bind the ROUTER socket to, which sends batches again; None: none.
+        address: address of the PUB socket, such as `tcp://*:5557`.
+        replay: address of the ROUTER socket for replays; None: no replays.
         topic: first frame of every batch.
-        buffer: batches kept for replays.
+        buffer: number of batches kept for replays.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
     Attributes:
-        address, replay: as bound, with the port that was chosen for `*`.
-        subscribers: how many are connected.
+        address, replay: the bound addresses, with the port that was chosen for `*`.
+        subscribers: number of connected subscribers.
 
     Raises:
-        InputError: an address that cannot be bound to.
+        InputError: a socket cannot be bound to its address.
         PluginError: pyzmq is not installed.
     """
 
@@ -99,13 +99,13 @@ class Publisher(Endpoint):
                 return sequence
 
     def skip(self, batches: int) -> None:
-        """Leave the numbers of lost batches out: subscribers find a gap."""
+        """Skip the numbers of lost batches: subscribers find a gap."""
         self._next += batches
 
     def serve_all(self, payloads: Iterable[bytes]) -> int:
         """Wait for a subscriber, publish all, and answer replays until the last one leaves.
 
-        Returns how many were published.
+        Returns the number of published batches.
         """
         while not self.wait_for(1, _POLL_SECONDS):
             pass
@@ -115,11 +115,11 @@ class Publisher(Endpoint):
         return sent
 
     def serve(self, seconds: float) -> None:
-        """Answer replays, and count subscribers, for `seconds`."""
+        """Answer requests for replays, and count subscribers, for `seconds`."""
         self._until(seconds, lambda: False)
 
     def wait_for(self, subscribers: int, seconds: float) -> bool:
-        """Serve up to `seconds`, until enough subscribers are connected; return if they are."""
+        """Serve for up to `seconds`; return True once `subscribers` are connected."""
         return self._until(seconds, lambda: self.subscribers >= subscribers)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Publisher(Endpoint):
         return socket, socket.last_endpoint.decode().rstrip("\0")
 
     def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
-        """Serve until `done` or `seconds` are over; return whether it is done."""
+        """Serve until `done` returns True, or for `seconds`; return True if it did."""
         deadline = monotonic() + seconds
         while not done():
             left = max(0.0, deadline - monotonic())

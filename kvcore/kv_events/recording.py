@@ -1,4 +1,4 @@
-"""Recordings of KV events: files of JSON lines, written live or from batches, and read again.
+"""Recordings of KV events: JSONL files, written from a subscription or from batches, and read.
 
 Files of JSON events, as TensorRT-LLM and Dynamo write them, are read as recordings too.
 """
@@ -58,8 +58,8 @@ BUFFER_BYTES = 1 << 16
 FLUSH_SECONDS = 1.0
 """Seconds between two flushes of a live recording, in case the process is killed."""
 
-MOST_TOLD = 5
-"""Sentences on events of one batch that cannot be read."""
+MOST_WARNINGS = 5
+"""Most warnings about unparsed events of one batch."""
 
 NO_RECORDING = (
     "no recording of KV events: its first line is neither RECORDING, nor an event of "
@@ -69,7 +69,7 @@ NO_RECORDING = (
 
 @attrs.frozen
 class Received:
-    """A batch of a recording, with the number and the publisher that the transport knew."""
+    """A batch of a recording, with its number and its publisher in the transport."""
 
     batch: EventBatch
     seq: int | None
@@ -112,7 +112,7 @@ class _End(_Line, frozen=True, kw_only=True, tag="END"):
 
 
 _HEAD = 48
-"""Bytes of a line in which its kind is, behind a number of up to 20 digits."""
+"""Bytes of a line that include its kind, after a number of up to 20 digits."""
 
 _KINDS: tuple[type[_Line], ...] = (_Batch, Lost, Restarted, Skipped, _End)
 _LINES = {str(kind.__struct_config__.tag): kind for kind in _KINDS}
@@ -121,31 +121,31 @@ RecordedItem: TypeAlias = Received | Lost | Restarted | Skipped
 
 
 class RecordingWriter(SealedWriter):
-    """A JSONL file, `.gz` and `.zst` by name, that batches are written to as they come.
+    """Writes batches to a JSONL file as they come, compressed if it is named `.gz` or `.zst`.
 
-    Close it when the stream is over, best by a `with` block: only then the file appears
-    under its name. An exception, such as that of a full disk, and a process that is killed
-    leave `<path>.part`, readable at least up to the last `flush`; without a batch in it an
-    exception leaves nothing.
+    Close it at the end of the stream, best by a `with` block: only then has the file its name.
+    An exception, such as that of a full disk, and a killed process leave `<path>.part`,
+    readable at least up to the last `flush`; an exception before the first batch leaves no
+    file.
 
     Lines are numbered (`n`). The first is RECORDING: schema, version, format, engine. Then
     come BATCH (publisher, number, and what the payload unpacks to), GAP (publisher, first
     number missing, how many, why), RESTART (publisher) and GARBAGE (publisher, why); at the
     end END, with the number of lines of each kind and the digest of all before it.
 
-    With `rotate_bytes` or `rotate_seconds` the recording is in pieces, each a whole file, named
-    by `piece_path` with the next number that no file has.
+    With `rotate_bytes` or `rotate_seconds` the recording is in pieces, each a complete file,
+    named by `piece_path` with the next free number.
 
     Args:
         file: the path.
-        format: of most batches; the others name theirs.
-        engine: what published them; for readers.
+        format: format of most batches; lines of other batches name theirs.
+        engine: name of the publishing engine, for readers.
         rotate_bytes: size of its file at which `rotate` ends a piece; None: no size.
         rotate_seconds: age at which `rotate` ends a piece; None: no age.
 
     Attributes:
-        lines: how many are written, by kind; with pieces, to the present one.
-        pieces: how many files have got their names.
+        lines: number of lines by kind; with pieces, of the present one.
+        pieces: number of complete files.
 
     Raises:
         InputError: the file cannot be opened, or another process writes `<path>.part`.
@@ -191,7 +191,7 @@ class RecordingWriter(SealedWriter):
             self._begin()
 
     def close(self) -> None:
-        """Write END and give the file its name; discard a further piece in which nothing is.
+        """Write END and give the file its name; discard a later piece that is empty.
 
         A second call does nothing.
 
@@ -230,7 +230,7 @@ class RecordingWriter(SealedWriter):
     def batch(
         self, batch: EventBatch, seq: int | None = None, publisher: int | None = None
     ) -> None:
-        """Write a batch; `seq` and `publisher` are those that the transport knows.
+        """Write a batch, with its number and its publisher in the transport.
 
         Raises:
             InputError: its format cannot express what it holds, or its line would be larger
@@ -271,7 +271,7 @@ class RecordingWriter(SealedWriter):
 
 
 def piece_path(file: Path, number: int) -> Path:
-    """Return the path of a piece of a recording: of `r.jsonl.gz` first `r-000001.jsonl.gz`."""
+    """Return the path of a piece of a recording: the first is `r-000001.jsonl.gz`."""
     stem, suffixes = _split_name(file)
     return file.with_name(f"{stem}-{number:06}{suffixes}")
 
@@ -284,7 +284,7 @@ def _split_name(file: Path) -> tuple[str, str]:
 
 
 def _next_piece(file: Path) -> Path:
-    """Return the path of the piece after the last one of which there is a file or a `.part`."""
+    """Return the path of the piece after the last one that is a file or a `.part`."""
     stem, suffixes = map(re.escape, _split_name(file))
     names = re.compile(rf"{stem}-(\d{{6,}}){suffixes}(?:\.part.*)?")
     found = (names.fullmatch(other.name) for other in file.parent.glob("*"))
@@ -297,7 +297,7 @@ def _count_batches(part: Path) -> int:
     with suppress(OSError, CutError, DamageError), part.open("rb") as file:
         for piece in decompressed(file):
             first, *others = piece.split(b"\n")
-            # Only the heads of lines: a line may be long, and in many pieces.
+            # Only the heads of lines are kept: a line may be long.
             lines = [head + first, *others]
             batches += sum(b'"kind":"BATCH"' in line[:_HEAD] for line in lines[:-1])
             head = lines[-1][:_HEAD]
@@ -308,21 +308,22 @@ _FREE_LINES = 100_000
 
 
 class RecordingReader(SealedReader["RecordedItem | None"]):
-    """A recording that is read once, line by line; `.gz` and `.zst` by their first bytes.
+    """Reads a recording once, line by line; compression is recognised by the first bytes.
 
-    Iterating yields batches, gaps, restarts and what was skipped, in their order. A file
-    without END is *incomplete*: all before the cut is yielded, then iteration ends.
-    A file of events in JSON has no END and needs none.
+    Iteration yields batches, gaps, restarts and skipped messages, in order. A file without END
+    is *incomplete*: all items before the cut are yielded, then iteration ends. A file of
+    events in JSON has no END and needs none.
 
-    The tokens of an exported run stand for nothing and compress a hundredfold. They cost time
-    by the byte but no memory; so that lines cost no more, there may be one for each 4 bytes
-    of the file, besides the first 100,000.
+    The placeholder tokens of an exported run compress a hundredfold; they cost time to read
+    but no memory. To bound the cost of lines too, a file may have 100,000 lines, and one more
+    for each 4 of its bytes.
 
     Attributes:
         file: the path, as given.
-        line: the line number, from 1, of the item yielded last.
-        header: RECORDING, once the first line is read; of other files only the format.
-        complete, cut_reason: whether nothing is missing; where and how the file ends, if so.
+        line: line number, from 1, of the item yielded last.
+        header: the line RECORDING, once it is read; of other files only the format.
+        complete: whether nothing is missing at the end of the file.
+        cut_reason: where and how the file ends, if it is incomplete.
 
     Raises:
         InputError: the file cannot be opened.
@@ -435,7 +436,7 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 
 
 def _first_line_format(line: Any) -> str | None:
-    """Return the format that a first line names; None: it is not that of a recording."""
+    """Return the format that a first line names; None: it is no recording."""
     if type(line) is dict and line.get("kind") == "RECORDING":
         name = line.get("format")
         return name if type(name) is str else None
@@ -447,13 +448,13 @@ class Tally:
     """Running counts of a recording.
 
     Attributes:
-        batches: written; `replayed`: those of them that came from a replay.
-        stored, removed: blocks, in their events; a block that is stored twice counts twice.
-        cleared: events by which all blocks were dropped.
-        unread: events that cannot be parsed, kept as they were.
-        gaps: in the numbers; `missing`: batches in them, and batches that cannot be decoded.
-        restarts: of publishers.
-        garbage: messages that were no batch.
+        batches: number of written batches; `replayed`: of those from a replay.
+        stored, removed: number of blocks in the events; one that is stored twice counts twice.
+        cleared: number of events that dropped all blocks.
+        unread: number of events that cannot be parsed; they are written unchanged.
+        gaps: number of gaps; `missing`: of batches in them, or that cannot be decoded.
+        restarts: number of restarts of publishers.
+        garbage: number of messages that were no batch.
     """
 
     batches: int = 0
@@ -493,17 +494,20 @@ def record(
 ) -> Tally:
     """Record the batches that a subscriber receives, until `stop` or a limit is reached.
 
-    At `stop` and after `seconds` all that was received by then is written: for at most five
-    seconds, the rest as gaps. A batch that cannot be decoded is written as a gap of one. The
-    file is flushed each second. The writer is left open.
+    At `stop` and after `seconds` the batches received by then are written; those that take more
+    than five seconds are written as gaps. A batch that cannot be decoded is written as a gap
+    of one. The file is flushed each second. The writer is left open.
 
     Args:
-        subscriber: receives the items.
-        writer: writes them.
-        seconds: to listen; None: without end.
-        batches: to write; None: without end.
+        subscriber: the source of the items.
+        writer: the recording.
+        seconds: time limit in seconds; None: no limit.
+        batches: most batches to write; None: no limit.
         warn: called with a sentence for each item that is no batch, and each unparsed event.
         progress: called with the tally after each item.
+
+    Returns:
+        The tally of the written items.
 
     Raises:
         StorageError: the disk is full.
@@ -531,7 +535,7 @@ def record(
 
 
 def _write(item: StreamItem, writer: RecordingWriter, tally: Tally) -> list[str]:
-    """Write and count an item; return the sentences to warn with."""
+    """Write and count an item; return the warnings."""
     match item:
         case Delivery(rank, sequence, payload, replayed):
             try:
@@ -544,8 +548,8 @@ def _write(item: StreamItem, writer: RecordingWriter, tally: Tally) -> list[str]
             tally.replayed += replayed
             where = f"rank {rank}: batch {sequence}: an event cannot be read"
             reasons = unparsed_reasons(batch)
-            if len(reasons) > MOST_TOLD:
-                reasons[MOST_TOLD:] = [f"and {len(reasons) - MOST_TOLD:,} others of the batch"]
+            if (others := len(reasons) - MOST_WARNINGS) > 0:
+                reasons[MOST_WARNINGS:] = [f"and {others:,} others of the batch"]
             return [f"{where}: {reason}" for reason in reasons]
         case Gap(rank, first, _, reason):
             writer.gap(first, item.batches, publisher=rank, why=reason)
@@ -561,14 +565,14 @@ def _write(item: StreamItem, writer: RecordingWriter, tally: Tally) -> list[str]
 
 
 def unparsed_reasons(batch: EventBatch) -> list[str]:
-    """Return why events of a batch could not be parsed; empty: all could."""
+    """Return the reasons of the unparsed events of a batch."""
     return [event.reason for event in batch.events if isinstance(event, UnparsedEvent)]
 
 
 def to_json(value: Any) -> Any:
     """Return `value` for JSON: bytes as `{"$bytes": hex}`, infinities as `{"$float": text}`.
 
-    Names that begin with `$` get another one. A NaN comes back as a NaN.
+    Names that begin with `$` get a second `$`. A NaN is read as a NaN again.
     """
     match value:
         case bytes():
@@ -586,7 +590,7 @@ def from_json(value: Any) -> Any:
     """Return the value that `to_json` encoded, with lists in place of tuples.
 
     Raises:
-        ValueError: a name begins with `$`, and is none of those above.
+        ValueError: a name begins with `$`, and `to_json` writes no such name.
     """
     match value:
         case {"$bytes": str() as text} if len(value) == 1:
@@ -601,7 +605,7 @@ def from_json(value: Any) -> Any:
 
 
 def _all_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return True if all items are the same in JSON, as in nearly all long lists."""
+    """Return True if JSON holds all items as they are, as it does those of most long lists."""
     return set(map(type, values)) <= {int, str, bool, type(None)}
 
 

@@ -19,13 +19,13 @@ NOT_READ = "the recording ended before they were read"
 
 @attrs.frozen
 class Delivery:
-    """A batch as it came over the wire.
+    """A batch as it was received.
 
     Attributes:
-        rank: of its publisher.
-        sequence: its number since its publisher started, from 0.
+        rank: rank of its publisher.
+        sequence: its number since the start of its publisher, from 0.
         payload: its bytes.
-        replayed: whether it came from a replay, not live.
+        replayed: whether it is from a replay, and not live.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Delivery:
 
 @attrs.frozen
 class Gap:
-    """The batches `first` to `last` of a publisher, both included, are lost, for a reason."""
+    """The batches `first` to `last` of a publisher, both included, are lost."""
 
     rank: int
     first: int
@@ -45,7 +45,7 @@ class Gap:
 
     @property
     def batches(self) -> int:
-        """Return how many are lost."""
+        """Return the number of lost batches."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Gap:
 
 @attrs.frozen
 class Restart:
-    """A publisher whose next batch was `expected` counts from 0 again, and is at `sequence`."""
+    """A publisher has restarted: batch `sequence` came where `expected` was next."""
 
     rank: int
     expected: int
@@ -76,7 +76,7 @@ class Restart:
 
 @attrs.frozen
 class InvalidMessage:
-    """A message that is no batch was skipped, for a reason."""
+    """A message that is no batch was skipped."""
 
     rank: int
     reason: str
@@ -90,34 +90,34 @@ StreamItem: TypeAlias = Delivery | Gap | Restart | InvalidMessage
 """An item that a subscriber yields."""
 
 Replay: TypeAlias = Callable[[int], Generator[tuple[int, bytes | None] | None, None, None]]
-"""Yields (number, payload) of the batches that a publisher keeps, from a number on.
+"""A request for the batches that a publisher keeps, from a number on.
 
-The payload is None for topics that were not subscribed to. While an answer is waited for, None
-is yielded now and then. Raises `ReplayFailed` if the answer breaks off."""
+Yields (number, payload) of each batch; the payload is None for topics without a subscription.
+Yields None now and then while it waits. Raises `ReplayFailed` if the answer breaks off."""
 
 MOST_REPLAYED = 100_000
-"""Batches of a replay of which one that comes live as well is known again."""
+"""Number of replayed batches that are recognised if they also come live."""
 
 
 class ReplayFailed(Exception):
-    """A replay did not come to its end; the message says who did not answer."""
+    """A replay did not come to its end; the message names the address."""
 
 
 class BatchSequencer:
     """The batches of one publisher in order and once, with its gaps and restarts.
 
-    A live batch whose number is too high shows that some are missing: the publisher is asked
-    for a replay from the last batch received on, whose bytes tell whether it has restarted. A
-    number that was received already is that of a publisher that has restarted, unless a replay
-    brought the same bytes a moment before. Without a replay, a publisher that restarted and has
-    passed its old numbers before its first batch is received looks as if there were a gap.
+    If the number of a live batch is too high, batches are missing: a replay is requested from
+    the last received batch on. If the replayed bytes of that batch differ, the publisher has
+    restarted. It has also restarted if the number of a live batch is too low, unless a replay
+    had the same bytes before. Without replays, a publisher that restarts and passes its old
+    numbers before its first batch is received is reported as a gap.
 
-    Memory: 200 bytes for each of the last 100,000 batches of a replay, until one that is later
-    than they comes live.
+    Memory: 200 bytes for each of the last 100,000 batches of a replay, until a later batch
+    comes live.
 
     Args:
-        rank: of the publisher, for the items.
-        replay: asks the publisher for batches; None: it cannot be asked.
+        rank: rank of the publisher, for the items.
+        replay: requests batches from the publisher; None: there is no replay.
     """
 
     def __init__(self, rank: int, replay: Replay | None = None) -> None:
@@ -131,9 +131,9 @@ class BatchSequencer:
         self._disconnected = True
 
     def receive(self, sequence: int, payload: bytes) -> Iterator[StreamItem | None]:
-        """Yield what a live batch shows: gaps, replayed batches, a restart, and itself.
+        """Yield a live batch, after the gaps, replayed batches or restart that it shows.
 
-        Yields None now and then while a replay is waited for.
+        Yields None now and then while it waits for a replay.
         """
         if sequence < self._expected:
             if self._replayed.pop(sequence, None) == _digest(payload):
@@ -155,7 +155,7 @@ class BatchSequencer:
         yield Delivery(self._rank, sequence, payload)
 
     def skip(self, sequence: int, payload: bytes, reason: str) -> Iterator[StreamItem]:
-        """Yield what a batch shows that was received and will not be read: a gap up to it."""
+        """Yield the restart, if any, and the gap that a received but unread batch leaves."""
         digest = _digest(payload)
         if sequence < self._expected:
             known = self._last if sequence == self._expected - 1 else None
@@ -167,11 +167,11 @@ class BatchSequencer:
         self._remember(sequence, digest)
 
     def catch_up(self) -> Generator[StreamItem | None, None, str]:
-        """Request the batches that the publisher keeps from here on; yield those that come.
+        """Request the batches that the publisher keeps from here on; yield them.
 
-        Yields None now and then while an answer is waited for. Returns why batches that are
-        missing afterwards are. An answer that has a hole in its middle, or breaks off, since it
-        came faster than it could be queued, is asked for again as long as batches come.
+        Yields None now and then while it waits. Returns the reason for the batches that are
+        still missing. An answer with a hole, or one that breaks off, came faster than it could
+        be queued: the request is repeated as long as batches come.
         """
         if self._replay is None:
             return NO_REPLAY
@@ -187,7 +187,7 @@ class BatchSequencer:
         return NOT_KEPT
 
     def _ask(self, replay: Replay, start: int) -> Generator[StreamItem | None, None, bool]:
-        """Request a replay once; return True, to ask again, only if a batch came."""
+        """Request a replay once; return True, for another request, only if a batch came."""
         first = True
         with closing(replay(start)) as answer:
             for answered in answer:
@@ -246,7 +246,7 @@ def _digest(payload: bytes) -> bytes:
 
 
 def join_gaps(items: Iterable[StreamItem]) -> Iterator[StreamItem]:
-    """Yield items, gaps that follow each other for one reason as one."""
+    """Yield items; consecutive gaps with the same reason are joined."""
     last: StreamItem | None = None
     for item in items:
         if (

@@ -1,4 +1,4 @@
-"""Subscribing to KV events over ZMQ: each publisher's batches once, in order, with its gaps."""
+"""A subscription to KV events over ZMQ: batches once and in order, with the gaps."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def rank_address(address: str, rank: int) -> str:
 
 
 def host_address(address: str, rank: int) -> str:
-    """Return the address of a rank to connect to, which must name a host.
+    """Return the address of a rank for a client, which must name a host.
 
     Raises:
         InputError: as for `rank_address`; or the host is `*`, which only servers can bind to.
@@ -155,13 +155,13 @@ _REPLAY_FRAMES = (3, 4)
 _SLICE_MS = _FIRST_RETRY_MS = 100
 
 _MESSAGE_BYTES = 512
-"""What a message takes besides its frames."""
+"""Memory of a message besides its frames."""
 
 _ZMQ_QUEUE = 100
 """Messages that ZMQ may hold of a rank, and of a replay, until they are received."""
 
 _LARGEST_MESSAGE = 1 << 28
-"""Bytes at which ZMQ gives up the connection: above them nothing is read in any case."""
+"""Size of a message (bytes) above which ZMQ drops the connection; none is so large."""
 
 DRAIN_SECONDS = 5.0
 _LAST_SECONDS = 0.5
@@ -169,23 +169,23 @@ _LAST_SECONDS = 0.5
 
 @attrs.frozen(kw_only=True)
 class Server:
-    """A server that publishes KV events, and how long to wait for it.
+    """The addresses of a server that publishes KV events, and the limits of a connection.
 
     Attributes:
-        address: of the PUB socket of rank 0, such as `tcp://127.0.0.1:5557`.
-        replay: address of its ROUTER socket, which sends batches again; None: it has none.
-        topic: prefix of the topics to subscribe to; empty: all.
+        address: address of the PUB socket of rank 0, such as `tcp://127.0.0.1:5557`.
+        replay: address of its ROUTER socket, for replays; None: it has none.
+        topic: prefix of the topics to subscribe to; empty: all topics.
         ranks: number of data-parallel ranks, each a publisher at the next port.
         replay_timeout: seconds to wait for the next batch of a replay.
-        reconnect: most seconds between two tries to connect again; the first comes after
-            a tenth of a second, each next one after twice as long.
-        heartbeat: seconds between two signs of life of a silent TCP connection; three missed
-            end it.
-        queue_bytes: of batches to hold while the reader is busy, of all ranks together;
-            further ones stay with the publisher, and are found missing if it drops them.
+        reconnect: most seconds between two attempts to reconnect; the first attempt is after
+            0.1 s, each next one after twice the time.
+        heartbeat: seconds between two TCP keep-alive probes of a silent connection; it is
+            closed after three without an answer.
+        queue_bytes: most bytes of received batches that wait to be read, of all ranks
+            together; further ones wait at the publisher, and are missing if it drops them.
 
     Raises:
-        InputError: an address is not one of ZMQ (from `Subscriber`).
+        InputError: an address is not a ZMQ address (from `Subscriber`).
     """
 
     address: str
@@ -199,10 +199,10 @@ class Server:
 
 
 class _Queue:
-    """The messages of a socket that were received and are not read yet."""
+    """The received messages of a socket that were not read yet."""
 
     def __init__(self, socket: Any, room: int) -> None:
-        """Start empty, with room for so many bytes, and the message that exceeds them."""
+        """Start empty, with `room` bytes, which the last message may exceed."""
         self.socket = socket
         self.room = room
         self._messages: deque[list[bytes]] = deque()
@@ -212,7 +212,7 @@ class _Queue:
         return len(self._messages)
 
     def __getitem__(self, place: int) -> list[bytes]:
-        """Return the frames of a message, the next one first."""
+        """Return the frames of a message; place 0 is the next."""
         return self._messages[place]
 
     def append(self, frames: list[bytes]) -> None:
@@ -241,14 +241,14 @@ class Subscriber(Endpoint):
     """A connection to the KV events that vLLM, SGLang or TensorRT-LLM publish over ZMQ.
 
     A batch is three frames: topic, number (8 bytes, big-endian, from 0), payload. Missing
-    batches are asked for at the ROUTER socket, which sends those that it keeps (10,000, as
-    a rule) from a number on, and a batch of number -1 at their end. All that it keeps is asked
-    for at the beginning, too: what was stored before the subscription.
+    batches are requested from the ROUTER socket. It sends the batches that it keeps, by
+    default the last 10,000, from a number on, and a batch of number -1 at the end. The first
+    request is for all of them: the batches from before the subscription.
 
     Use it in a `with` block. Only `stop` may be called from another thread.
 
     Args:
-        server: to listen to.
+        server: the server.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
     Attributes:
@@ -291,8 +291,8 @@ class Subscriber(Endpoint):
     def drain(self, seconds: float = DRAIN_SECONDS) -> Generator[StreamItem, None, None]:
         """Stop; yield the received batches and, after `seconds`, the gaps that remain.
 
-        So each batch that has reached this process is among the items, or in a gap. Call it
-        once, in place of `items`.
+        Each batch that has reached this process is among the items, or in a gap. Call it once,
+        after the last call of `items`.
         """
         self.stop()
         self._receive_last()
@@ -344,9 +344,9 @@ class Subscriber(Endpoint):
         self._poller.register(socket, self._zmq.POLLIN)
 
     def _limit(self, socket: Any, address: str) -> None:
-        """Set what a socket may hold, when it connects again, and when it gives up waiting."""
+        """Set the limits of a socket: its queue, its reconnects, its keep-alive."""
         socket.rcvhwm, socket.maxmsgsize = _ZMQ_QUEUE, _LARGEST_MESSAGE
-        # Only then: with it, `localhost` might mean ::1, where no engine listens.
+        # Only for IPv6 addresses: else `localhost` might be ::1, where no engine listens.
         socket.ipv6 = "[" in address
         most = max(1, int(self._server.reconnect * 1000))
         socket.reconnect_ivl, socket.reconnect_ivl_max = min(_FIRST_RETRY_MS, most), most
@@ -371,7 +371,7 @@ class Subscriber(Endpoint):
                 stream.queue.pop()
 
     def _receive(self) -> None:
-        """Receive waiting messages, as far as there is room."""
+        """Receive waiting messages while there is room."""
         if self._draining:
             return
         for stream in self._streams:
@@ -383,7 +383,7 @@ class Subscriber(Endpoint):
                 pass
 
     def _receive_last(self) -> None:
-        """Receive all that ZMQ holds, and what follows it in a moment if there is room."""
+        """Receive all messages that ZMQ holds, and later ones for half a second."""
         deadline = monotonic() + _LAST_SECONDS
         while monotonic() < deadline and all(queue.room > 0 for queue in self._queues()):
             self._receive()
@@ -398,7 +398,7 @@ class Subscriber(Endpoint):
         return [*self._replays.values(), *(stream.queue for stream in self._streams)]
 
     def _take(self, queue: _Queue) -> bool:
-        """Receive one message; return whether there was one."""
+        """Receive a message; return True if there was one."""
         try:
             queue.append(queue.socket.recv_multipart(self._zmq.NOBLOCK))
         except self._zmq.Again:
@@ -406,7 +406,7 @@ class Subscriber(Endpoint):
         return True
 
     def _read(self, stream: _Stream) -> Iterator[StreamItem | None]:
-        """Yield what the next message shows; an empty one stands for a lost connection."""
+        """Yield the items of the next message; an empty one stands for a lost connection."""
         frames = stream.queue[0]
         if not frames:
             stream.sequencer.mark_disconnected()
@@ -423,7 +423,7 @@ class Subscriber(Endpoint):
         yield from stream.sequencer.receive(sequence, frames[2])
 
     def _unread(self) -> Iterator[StreamItem]:
-        """Yield the gaps left by queued messages that will not be read."""
+        """Yield the gaps of queued messages that will not be read."""
         for stream in self._streams:
             for queue in filter(None, (self._replays.get(stream.rank), stream.queue)):
                 while queue:
@@ -437,7 +437,7 @@ class Subscriber(Endpoint):
     ) -> Generator[tuple[int, bytes | None] | None, None, None]:
         """Request the batches from `start` on; yield them as a `Replay` does.
 
-        Each request has a socket of its own, so that no late answer is taken for another's.
+        Each request has a socket of its own, so that a late answer is not taken for another.
         """
         with closing(self._context.socket(self._zmq.DEALER)) as socket:
             socket.linger = 0
@@ -457,7 +457,7 @@ class Subscriber(Endpoint):
         """Yield the batches of an answer. Raises ReplayFailed if the next is not in time."""
         deadline = monotonic() + self._server.replay_timeout
         while True:
-            # Without waiting for room the publisher drops what it cannot send at once.
+            # The publisher drops batches of an answer that it cannot send at once.
             self._receive()
             if not queue:
                 left = deadline - monotonic()

@@ -184,11 +184,28 @@ class PrefixIndexTests:
 
     def _cache(self, blocks: int = 12, block_size: int = BLOCK, **options: Any) -> KVCache:
         options = {"ids": True} | options
-        return KVCache(blocks, block_size, eviction=Oldest(), prefix=self.make(), **options)
+        prefix = _checked(self.make())
+        return KVCache(blocks, block_size, eviction=Oldest(), prefix=prefix, **options)
 
     def _needs_shares(self) -> None:
         if not self.make().shares:
             pytest.skip(f"{type(self).__name__} tests an index that stores no blocks")
+
+
+def _checked(prefix: PrefixIndex) -> PrefixIndex:
+    """Return `prefix` with a class whose `match` checks that the span is cached."""
+    cls = type(prefix)
+
+    def match(self: PrefixIndex, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+        span, end = cls.match(self, keys, limit, after)
+        assert span.parent is not None or not span.id, (
+            f"match() returned {span!r}, which has left the cache: remove() must forget it"
+        )
+        return span, end
+
+    names = {name: getattr(cls, name) for name in ("name", "__module__", "__qualname__")}
+    prefix.__class__ = type(cls.__name__, (cls,), names | {"match": match})
+    return prefix
 
 
 def _path(cache: KVCache, keys: Keys[Key], limit: int) -> list[Span]:

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import kvcore.testing
-from kvcore import ScoreEviction
-from kvcore.testing import EvictionPolicyTests
+from kvcore import PolicyError, ScoreEviction
+from kvcore.testing import EvictionPolicyTests, PrefixIndexTests
+from kvcore_plugins.prefix import Hashed
 
 
 def test_pytest_explains_the_asserts_of_every_kit():
@@ -81,3 +82,24 @@ def test_a_failing_state_machine_ends_in_seconds(monkeypatch):
     with pytest.raises(Exception, match="inner"):
         InnerTests().test_state_machine()
     assert 0 < len(runs) < 50
+
+
+class Hoarding(Hashed):
+    """An index that keeps what was evicted."""
+
+    name = "hoarding"
+
+    def remove(self, span, first):
+        """Keep the span."""
+
+
+class HoardingTests(PrefixIndexTests):
+    """The kit of an index that is wrong."""
+
+    prefix = Hoarding
+
+
+def test_an_index_that_finds_evicted_spans_is_named_with_the_method_to_look_at():
+    """The error is that of the index, not one of the cache that follows from it."""
+    with pytest.raises(PolicyError, match=r"'hoarding'.* has left the cache: remove\(\) must"):
+        HoardingTests().test_decides_as_the_default(0, {"accounting": "keys", "block_size": 4})

@@ -10,10 +10,10 @@ __all__ = ["register"]
 def register() -> None:
     """Add `kvcore`, and `kvcore:<name>` for every policy, to LMCache's table of policies.
 
-    The entry point in `vllm.general_plugins`; called again, it changes nothing. Policies that
-    cannot be hosted have names too: LMCache refuses them with the reason.
+    The entry point in `vllm.general_plugins`; a second call changes nothing. Policies that
+    cannot be hosted have names too: using one is an error with the reason.
     """
-    # LMCache takes seconds to import: nobody who does not use it should wait for it.
+    # LMCache takes seconds to import: a server without it must not wait.
     from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING  # noqa: PLC0415
 
     from kvcore.plugins import Plugins  # noqa: PLC0415

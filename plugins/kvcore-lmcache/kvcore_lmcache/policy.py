@@ -1,4 +1,4 @@
-"""The cache policy of LMCache whose order is that of a policy of kvcore."""
+"""A cache policy of LMCache in the order of a kvcore policy."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvcore.hosting import HostSettings, PolicyHost
 from kvcore.plugins import find_override
 
 CHUNKS = "KVCORE_LMCACHE_CHUNKS"
-"""Variable with the size of a back end in chunks; without it the first eviction tells it."""
+"""Variable with the size of a back end in chunks; without it, that of the first eviction."""
 
 EARLY = 1_000_000
-"""Hits that are remembered until the size is known; of more the oldest half is forgotten."""
+"""Most hits that are stored until the size is known; beyond, the older half is dropped."""
 
 REFUSED = {
     "adaptive": "it draws an expert for the request that needs room, and LMCache names none",
@@ -32,18 +32,19 @@ REFUSED = {
     "priority": "priorities come with requests",
     "tail-lru": "it counts from the end of a conversation, and LMCache tells no positions",
 }
-"""Built-in policies that ask for what LMCache does not tell, with the reason."""
+"""Built-in policies that need what LMCache does not provide, with the reason."""
 
 _recorders = count(1)
 _log = init_logger("lmcache.kvcore")  # shown as LMCache's own lines are
 
 
 def refuse_unfit(eviction: EvictionPolicy) -> None:
-    """Raise InputError for a policy that needs what LMCache does not tell.
+    """Raise InputError for a policy that needs what LMCache does not provide.
 
-    LMCache tells which chunk is stored, hit and lost; not what comes before it in a prompt,
-    nor the request. What a policy of another distribution reads of a span is not looked at:
-    every chunk is the first of a prompt, of one block.
+    LMCache calls its policy for each chunk that is stored, hit or lost, without the chunk
+    before it and without the request. Which attributes of a span a policy of another
+    distribution reads is not checked: every chunk is a span of one block, the first of a
+    prompt.
     """
     why = REFUSED.get(eviction.name)
     if why is None and eviction.expires_spans:
@@ -60,29 +61,29 @@ class KvcorePolicy(BaseCachePolicy):
     """Cache policy of LMCache that runs an eviction policy of kvcore.
 
     Every chunk is a span of one block, and a child of the root. It is stored when it enters
-    the mapping of the back end, and gone when it leaves it, whatever the reason: so policy
-    and back end cannot part. Each hit of a chunk is an access by a request of its own.
+    the mapping of the back end, and dropped when it leaves, for any reason: so policy and back
+    end always have the same chunks. Each hit of a chunk is an access by a request of its own.
 
-    A back end makes room before it says for which chunk: of a miss the policy hears right
-    before the chunk is stored, after the eviction. A chunk that is in use when its turn to
-    leave has come counts as used at that moment.
+    A back end makes room before it names the new chunk: `on_miss` of the policy is called right
+    before the chunk is stored, after the eviction. A victim that is in use stays, and counts as
+    used at that moment.
 
-    The size of a back end in chunks is `KVCORE_LMCACHE_CHUNKS`; or how many it has when it
-    evicts for the first time, and what was stored and hit until then is told to the policy
-    only then. Layers of a chunk, where LMCache stores these one by one, count as one: the
-    first.
+    The size of a back end in chunks is `KVCORE_LMCACHE_CHUNKS`, or else the number of its
+    chunks at its first eviction; the stores and hits before that are then passed to the policy
+    in their order. If LMCache stores the layers of a chunk one by one, the first layer stands
+    for the chunk.
 
-    If the policy fails, chunks are evicted from the one used least recently on (`PolicyHost`).
+    If the policy fails, the least recently used chunks are evicted (`PolicyHost`).
 
     Args:
-        eviction: the policy, with options; None: what `KVCORE_EVICTION` says.
+        eviction: the policy, with options; None: that of `KVCORE_EVICTION`.
 
     Attributes:
-        clock: returns the time in ns.
+        clock: function that returns the time in ns.
         host: the host of the policy; None until the size is known.
 
     Raises:
-        InputError: no such policy, or one that LMCache cannot feed.
+        InputError: no such policy, or one that needs what LMCache does not provide.
     """
 
     clock: ClassVar[Any] = staticmethod(time.monotonic_ns)
@@ -97,7 +98,7 @@ class KvcorePolicy(BaseCachePolicy):
         self._trace = settings.trace
         self._recorder: Any = None
         self.host: PolicyHost | None = None
-        # Back ends call in their own locks, but for a file that lacks when it is read.
+        # Back ends call in their own locks, except when a file is missing that they read.
         self._lock = RLock()
         self._early: list[tuple[str, Any, int]] = []
         self._early_hits = 0
@@ -111,7 +112,7 @@ class KvcorePolicy(BaseCachePolicy):
                 raise InputError(msg)
             self._begin(int(chunks))
 
-    # What LMCache calls.
+    # Methods that LMCache calls.
 
     def init_mutable_mapping(self) -> Entries:
         """Return the mapping in which the back end keeps its entries."""
@@ -156,7 +157,7 @@ class KvcorePolicy(BaseCachePolicy):
                 self._evicted += found
             return list(found)
 
-    # What the mapping tells.
+    # Methods that the mapping calls.
 
     def entered(self, key: Any) -> None:
         """Store a chunk that has entered the mapping."""
@@ -208,7 +209,7 @@ class KvcorePolicy(BaseCachePolicy):
         host = self.host
         assert host is not None
         if (what == "stored") is (key in host):
-            return  # what was evicted leaves the mapping; a hit comes after its chunk has left
+            return  # an evicted chunk leaves the mapping; a chunk leaves before its hit counts
         if what == "gone":
             host.dropped(key, now)
             if self._recorder is not None:
@@ -242,7 +243,8 @@ class KvcorePolicy(BaseCachePolicy):
 class Entries(dict[Any, Any]):
     """The entries of a back end; insertions and removals reach its policy.
 
-    All that changes it does so by one of two methods. Reading it is as fast as a dict's.
+    Every method that changes the mapping calls `__setitem__` or `__delitem__`. Reads are those
+    of a dict.
     """
 
     def __init__(self, policy: KvcorePolicy) -> None:
@@ -276,7 +278,7 @@ class Entries(dict[Any, Any]):
 
 
 def key_of(key: Any) -> int | bytes:
-    """Return the kvcore key of an LMCache key: its hash if that says it all."""
+    """Return the kvcore key of an LMCache key: its hash, if nothing else is in it."""
     chunk = key.chunk_hash
     if isinstance(chunk, int) and 0 <= chunk < 1 << 63 and not key.tags:
         return chunk
@@ -284,7 +286,7 @@ def key_of(key: Any) -> int | bytes:
 
 
 def _counts(key: Any) -> bool:
-    """Return True unless `key` is that of a layer other than the first."""
+    """Return True unless `key` is the key of a layer other than the first."""
     return getattr(key, "layer_id", 0) == 0
 
 

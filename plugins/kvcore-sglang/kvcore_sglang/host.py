@@ -1,4 +1,4 @@
-"""The host of an eviction policy where SGLang owns a radix tree."""
+"""The host of an eviction policy for the radix tree of SGLang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MASK = (1 << 63) - 1
 def chain(parent: Key, units: Any, page_size: int) -> list[Key]:
     """Return the chained keys of the pages in `units`, which follow the key `parent`. O(units).
 
-    Numbers, and tuples of them, have the same hash in every process.
+    Hashes of integers, and of tuples of integers, are the same in every process.
     """
     tokens = iter(units)
     if page_size == 1:
@@ -37,7 +37,7 @@ def chain(parent: Key, units: Any, page_size: int) -> list[Key]:
 
 
 class Path(Sequence[Key]):
-    """The keys of a path from the root: computed when one of them is read, if ever."""
+    """The keys of a path from the root, computed when one of them is read."""
 
     __slots__ = ("_above", "_chain", "_keys", "_length", "_start", "_units")
 
@@ -68,7 +68,7 @@ class Path(Sequence[Key]):
     @overload
     def __getitem__(self, index: slice) -> list[Key]: ...
     def __getitem__(self, index: int | slice) -> Key | list[Key]:
-        """Return the key of a page, or of some."""
+        """Return the key of a page, or a list of keys."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -81,14 +81,14 @@ class Path(Sequence[Key]):
 
 @attrs.define(eq=False)
 class _Admission:
-    """A request that was matched, and whether SGLang has let it in.
+    """A matched request, which SGLang may have admitted.
 
     Attributes:
-        request: SGLang's.
-        node: where its match ends.
+        request: the request of SGLang.
+        node: the node at which its match ends.
         prompt: the key that was matched.
-        locks: how often `node` is locked for it.
-        missed: whether the policy has heard what it missed.
+        locks: number of locks of `node` for the request.
+        missed: whether its miss has been counted.
     """
 
     request: Any
@@ -101,31 +101,31 @@ class _Admission:
 class TreeHost:
     """Runs an `EvictionPolicy` on the nodes of SGLang's radix tree.
 
-    A node is a span of many blocks, a page each, and leaves the tree whole: the cache of
-    `radix:evict=leaf`. The host calls the policy as `KVCache` does; what SGLang does in another
-    order is held back:
+    A node is a span of many blocks, a page each, and is evicted whole: the tree is the cache
+    of `radix:evict=leaf`. The host calls the policy as `KVCache` does, and delays calls that
+    SGLang makes in another order:
 
-    - A request's lock moves from one node to another: unlocked, locked again. A release
-      counts when something else comes first. New nodes and heads of split ones, and all above
-      them, count as in use until then.
-    - A request is matched often while it waits, and locked on trial. It is admitted, and hits,
-      when its lock holds at the next insertion; it has missed at the next eviction.
+    - The lock of a request moves from one node to another by an unlock and a lock. A node
+      counts as released only when another call comes after the unlock. New nodes, heads of
+      split nodes, and all nodes above them, count as in use until then.
+    - A waiting request is matched often, and locked on trial. It counts as admitted, with its
+      hits, if its lock holds at the next insertion; its miss counts at the next eviction.
 
     Args:
         eviction: a policy not yet in use.
         blocks, page_size: size of the cache in pages, and of a page in tokens.
-        renew_split: whether what a match parts from, inside a node, becomes as recent as if it
-            was used, as under all policies of SGLang's own.
+        renew_split: whether the lower part of a node that a match has split counts as used, as
+            with all policies of SGLang.
 
     Attributes:
         eviction: the policy.
-        scores: whether `score` alone decides, so that SGLang's own heap of leaves will do.
-        clock: returns the time in ns.
-        chain: computes the chained keys of pages.
-        request: for whom SGLang evicts or inserts now; None: unknown.
-        failure: what has failed; None: nothing. From then on nothing is called any more.
-        evicted: blocks that the policy has let go.
-        recorder: writes what is decided; None: nobody.
+        scores: whether `score` alone decides, so that SGLang's own heap of leaves is enough.
+        clock: function that returns the time in ns.
+        chain: function that computes the chained keys of pages.
+        request: the request for which SGLang evicts or inserts now; None: unknown.
+        failure: the error of the policy, after which it is not called again; None: no error.
+        evicted: number of evicted blocks.
+        recorder: the recording of the decisions; None: there is none.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class TreeHost:
         self._matched: WeakKeyDictionary[Any, _Admission] = WeakKeyDictionary()
         self._admitted: list[_Admission] = []
         self._orders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # Of requests in the recording: blocks that they have.
+        # Number of blocks of each request in the recording.
         self._blocks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._gone: list[Key] = []
         self._unlocked = False
@@ -178,20 +178,20 @@ class TreeHost:
         """Return the span of a node. Raises KeyError for a node that is not in the tree."""
         return self._spans[node]
 
-    # What SGLang does.
+    # Calls for what SGLang does.
 
     def begin(self) -> None:
-        """Release what was unlocked: SGLang matches or inserts next."""
+        """Release the unlocked nodes: SGLang matches or inserts next."""
         if self._unlocked:
             self._release()
 
     def matched(self, node: Any, prompt: Any, request: Any) -> None:
-        """Remember where the match of a waiting request ends."""
+        """Store the node at which the match of a waiting request ends."""
         if request is not None:
             self._matched[request] = _Admission(request, node, prompt)
 
     def locked(self, node: Any) -> None:
-        """Pin the path down to `node`. O(its spans, and requests that wait)."""
+        """Pin the path to `node`. O(spans of the path, and waiting requests)."""
         self._unlocked = False
         span = self._spans.get(node, self._root)
         while span is not self._root:
@@ -212,7 +212,7 @@ class TreeHost:
             admission.locks += 1
 
     def unlocked(self, node: Any) -> None:
-        """Unpin the path down to `node`, unless its lock only moves. O(its spans)."""
+        """Unpin the path to `node`, unless its lock moves to another. O(spans of the path)."""
         self.begin()
         self._unlocked = True
         admission = self._admission_at(node)
@@ -309,7 +309,7 @@ class TreeHost:
             self.recorder.closed(request.rid, self.clock(), output=output)
 
     def evicting(self) -> None:
-        """Called before SGLang evicts: from now on, what is not locked can be evicted."""
+        """Called before SGLang evicts: nodes without a lock can be evicted from now on."""
         self._release()
         now = self.clock()
         for admission in self._admitted:
@@ -327,7 +327,7 @@ class TreeHost:
         return node
 
     def priority(self, node: Any) -> Any:
-        """Return the place of a leaf in the order of eviction, the first to leave lowest."""
+        """Return the place of a leaf in the order of eviction; the lowest is evicted first."""
         span = self._spans[node]
         policy: Any = self.eviction
         score = policy.score(span, self.clock())
@@ -336,7 +336,7 @@ class TreeHost:
         return score, span.released_order, -span.start, span.id
 
     def fail(self, method: str, error: BaseException) -> None:
-        """Stop asking the policy; SGLang's least recently used nodes leave from now on."""
+        """Call the policy no more; SGLang evicts least recently used nodes from now on."""
         self.failure = policy_error(self.eviction, method, error)
         _log.warning(
             "%s; SGLang evicts least recently used nodes from now on",
@@ -347,7 +347,7 @@ class TreeHost:
     # Inside.
 
     def _keys(self, parent: Key | None, units: Any) -> list[Key]:
-        """Return the keys of `units`, which follow `parent`; None: a namespace of its own."""
+        """Return the keys of `units` after the key `parent`; None: they begin a prompt."""
         if parent is None:
             namespace = (units.extra_key, units.cache_salt)
             text = repr(namespace).encode() if any(namespace) else b""
@@ -355,13 +355,13 @@ class TreeHost:
         return self.chain(parent, units, self.page_size)
 
     def _order(self, request: Any) -> int:
-        """Return the serial of the admission of `request`; None: of the latest."""
+        """Return the serial number of the admission of `request`; None: of the latest one."""
         return (
             self._admissions if request is None else self._orders.get(request, self._admissions)
         )
 
     def _hold(self, span: Span) -> None:
-        """Pin a path that nothing has locked, until the next release."""
+        """Pin a path without locks until the next release."""
         while span is not self._root:
             if span in self._held:
                 del self._held[span]
@@ -373,7 +373,7 @@ class TreeHost:
             span = span.parent  # type: ignore[assignment]
 
     def _release(self) -> None:
-        """Release what is held."""
+        """Release the held spans."""
         self._unlocked = False
         held, self._held = self._held, {}
         for span in held:
@@ -387,11 +387,11 @@ class TreeHost:
         self.eviction.on_release(span, self.clock())
 
     def _admission_at(self, node: Any) -> _Admission | None:
-        """Return the last admission whose match ends at `node`, if it is not settled."""
+        """Count an admission; call `on_miss` of the policy unless the whole prompt hits."""
         return next((each for each in reversed(self._admitted) if each.node is node), None)
 
     def _miss(self, admission: _Admission, now: int) -> None:
-        """Count an admission, and report to the policy what it does not hit."""
+        """Count an admission, and call `on_miss` of the policy unless the whole prompt hits."""
         request = admission.request
         self.eviction.requester = request.rid
         if admission.missed or request in self._orders:
@@ -409,7 +409,7 @@ class TreeHost:
                 self._on_miss(asked, hit, now)
 
     def _asked(self, admission: _Admission) -> Request:
-        """Return a request as policies and traces have it. O(its tokens)."""
+        """Return a request as policies and traces see it. O(tokens of its prompt)."""
         whole, request = admission.prompt, admission.request
         units = type(whole)(
             whole.token_ids, whole.extra_key, whole.is_bigram, None, whole.cache_salt
@@ -424,7 +424,7 @@ class TreeHost:
         )
 
     def _record_commit(self, span: Span, now: int) -> None:
-        """Record that the path down to `span` is cached for the request that inserts."""
+        """Record that the path to `span` is cached for the inserting request."""
         request, recorder = self.request, self.recorder
         blocks = None if request is None or recorder is None else self._blocks.get(request)
         if blocks is None or recorder is None:
@@ -440,7 +440,7 @@ class TreeHost:
         )
 
     def _admit(self, now: int) -> None:
-        """Count the hits of the requests that SGLang has let in."""
+        """Count the hits of the requests that SGLang has admitted."""
         admitted, self._admitted = self._admitted, []
         for admission in admitted:
             resumed = admission.request in self._orders and not admission.missed

@@ -1,7 +1,8 @@
-"""What SGLang loads: a policy by name, and hooks on its caches that tell the policy's host.
+"""The plugin that SGLang loads: a policy by name, and hooks on its caches.
 
-SGLang documents the hooks and the list of names as ways to extend it. The table from names to
-strategies is private, and so are most methods that are hooked: tests check their signatures.
+Each hook calls the host of the policy. SGLang documents hooks and the list of names as ways to
+extend it; the table from names to strategies is private, and so are most of the hooked methods:
+tests check their signatures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvcore.plugins.base import FAILURES
 from kvcore_sglang.host import TreeHost, refuse
 
 NAME = "kvcore"
-"""What `--radix-eviction-policy` takes."""
+"""The value of `--radix-eviction-policy`."""
 
 _log = logging.getLogger("kvcore")
 
@@ -37,14 +38,14 @@ def register() -> None:
 
 
 class KvcoreStrategy:
-    """An eviction strategy of SGLang whose order is that of a policy of kvcore.
+    """An eviction strategy of SGLang in the order of a kvcore policy.
 
     Args:
-        eviction: name of the policy, with options; None: as `KVCORE_EVICTION` says.
+        eviction: name of the policy, with options; None: that of `KVCORE_EVICTION`.
         renew_split: see `TreeHost`.
 
     Attributes:
-        host: what calls the policy; None until SGLang has made the cache.
+        host: the host of the policy; None until SGLang has made the cache.
 
     Raises:
         ValueError: no such policy or option, or one that cannot run in SGLang.
@@ -70,12 +71,12 @@ class KvcoreStrategy:
 
     @property
     def failures(self) -> int:
-        """The number of policies that have failed: 0 or 1."""
+        """Return the number of policies that have failed: 0 or 1."""
         return int(self.host is not None and self.host.failure is not None)
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy names each victim, rather than a priority for each leaf."""
+        """Return True if the policy chooses each victim, not a priority for each leaf."""
         return self.host is not None and not self.failures and not self.host.scores
 
     def attach(self, owner: Any, params: Any) -> None:
@@ -107,7 +108,7 @@ class KvcoreStrategy:
         self.host.recorder = self._recorder
 
     def tell(self, method: str, *args: Any) -> Any:
-        """Call a method of the host; if it fails, SGLang goes on without the policy."""
+        """Call a method of the host; if it fails, SGLang continues without the policy."""
         host = self.host
         if host is None or host.failure is not None:
             return None
@@ -130,13 +131,13 @@ class KvcoreStrategy:
 
 
 def _strategy(owner: Any) -> KvcoreStrategy | None:
-    """Return the strategy of a cache or of a tree core, if it is ours."""
+    """Return the strategy of a cache or of a tree core, if it is a `KvcoreStrategy`."""
     found = getattr(owner, "eviction_strategy", None)
     return found if isinstance(found, KvcoreStrategy) else None
 
 
 def _after(method: Callable[..., None]) -> tuple[str, Callable[..., None]]:
-    """Return a hook: call `method(strategy, result, owner, …)` after what is hooked."""
+    """Return a hook that calls `method(strategy, result, owner, …)` after the hooked method."""
 
     def hook(result: Any, owner: Any, *args: Any, **more: Any) -> None:
         strategy = _strategy(owner)
@@ -147,7 +148,7 @@ def _after(method: Callable[..., None]) -> tuple[str, Callable[..., None]]:
 
 
 def _around(method: Callable[..., Any], core: str = "") -> tuple[str, Callable[..., Any]]:
-    """Return a hook: call `method(strategy, original, owner, …)` in place of what is hooked.
+    """Return a hook that calls `method(strategy, original, owner, …)` in place of the method.
 
     `core`: attribute of the owner that has the strategy.
     """
@@ -161,7 +162,7 @@ def _around(method: Callable[..., Any], core: str = "") -> tuple[str, Callable[.
     return "AROUND", hook
 
 
-# What can be hosted.
+# Checks that a cache can be hosted.
 
 
 def _refuse(what: str, why: str) -> None:
@@ -191,14 +192,14 @@ def _with_tier(_strategy: KvcoreStrategy, _original: Any, _cache: Any, *_args: A
 
 
 def _python_core(name: str, params: Any) -> str:
-    """Choose the tree core in Python, for the one in Rust knows built-in policies only."""
+    """Choose the tree core in Python: the core in Rust has built-in policies only."""
     if name == "rust" and params.eviction_policy.lower() == NAME and not params.disable:
         _log.info("--radix-eviction-policy %s takes the tree core in Python", NAME)
         return "python"
     return name
 
 
-# What the host hears.
+# Calls of the host.
 
 
 def _match(strategy: KvcoreStrategy, original: Any, owner: Any, params: Any) -> Any:
@@ -211,7 +212,7 @@ def _match(strategy: KvcoreStrategy, original: Any, owner: Any, params: Any) -> 
 def _insert(strategy: KvcoreStrategy, original: Any, owner: Any, params: Any) -> Any:
     strategy.tell("begin")
     done = original(owner, params)
-    # A tree core wraps the result: what it is to free comes with it.
+    # A tree core wraps the result, together with the indices to free.
     result = getattr(done, "result", done)
     if result is not None and result.last_device_node is not None:
         strategy.tell("inserted", _node(owner, result.last_device_node))
@@ -264,11 +265,11 @@ def _reset(strategy: KvcoreStrategy, _result: None, _owner: Any) -> None:
 
 
 def _node(owner: Any, node: Any) -> Any:
-    """Return a node, which a tree core names by an id."""
+    """Return a node; tree cores give its id."""
     return owner.node_by_id(node) if isinstance(node, int) else node
 
 
-# Who leaves. SGLang builds a heap of all leaves by their priorities. Where the policy names the
+# Eviction. SGLang builds a heap of all leaves by their priorities. Where the policy names the
 # victims, that is a heap of one.
 
 
@@ -355,4 +356,4 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{_UNIFIED}.init_hicache": _around(_with_tier, "tree_core"),
     f"{_UNIFIED}.init_cache_linker": _around(_with_tier, "tree_core"),
 }
-"""What is hooked, below `sglang.srt.mem_cache`."""
+"""Hooks by name of the hooked method, below `sglang.srt.mem_cache`."""

@@ -11,7 +11,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when vLLM asks for it: the package does not need vLLM before."""
+    """Import a class when it is used: the package can be imported without vLLM."""
     if name not in _HOMES:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)

@@ -1,8 +1,8 @@
 """vLLM's GPU block pool in the order of a kvcore policy: classes for `--scheduler-cls`.
 
-vLLM builds its scheduler, cache manager and block pool itself. Once it has, the manager and the
-pool get subclasses of their classes, and the queue of free blocks is replaced: what they decide
-stays vLLM's code, but for the block that leaves next.
+vLLM builds its scheduler, cache manager and block pool itself. After that the manager and the
+pool get subclasses of their classes, and the queue of free blocks is replaced: all decisions
+stay vLLM's code, except for the choice of the block that is evicted next.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ _GROUP_BYTES = 4
 
 
 class PolicyQueue:
-    """Stands where vLLM has its queue of free blocks: a policy says which one is next.
+    """Replaces vLLM's queue of free blocks by the order of a policy.
 
-    Blocks without cached content go first, that which was freed last before others, as in
-    vLLM. Then come victims of the policy, and at last what a reader has released and still
-    reads.
+    Blocks without cached content are allocated first, the one freed last before others, as in
+    vLLM; then victims of the policy; at last blocks that a reader has released and still reads.
 
     Attributes:
-        num_free_blocks: blocks that are free or cached and not in use.
+        num_free_blocks: number of blocks that are free, or cached and not in use.
         host: the host of the policy; its blocks are named by their ids.
-        clock: returns the time in ns.
+        clock: function that returns the time in ns.
         requester: id of the request that allocates.
-        left: keys of the blocks that have left, for a recording; None without one.
+        left: keys of the evicted blocks, for a recording; None: there is no recording.
     """
 
     def __init__(self, pool: Any, host: PolicyHost, clock: Callable[[], int]) -> None:
@@ -67,7 +66,7 @@ class PolicyQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Return the next `n` blocks. There are as many."""
+        """Return the next `n` blocks; at least `n` are free."""
         self.num_free_blocks -= n
         empty, host = self._empty, self.host
         found = [empty.popleft() for _ in range(min(n, len(empty)))]
@@ -83,10 +82,10 @@ class PolicyQueue:
         return found
 
     def _last_resort(self, n: int) -> list[Any]:
-        """Return `n` blocks that are free to vLLM, and not evictable to the policy.
+        """Return `n` blocks that are free for vLLM, and not evictable for the policy.
 
-        They are read after their release, or come before a block in use: a request has hit
-        that one below a duplicate of them. O(blocks).
+        They are read after their release, or have a block in use below them: a request has hit
+        it below a duplicate of them. O(blocks).
         """
         found = [self._read.popleft() for _ in range(min(n, len(self._read)))]
         for block in self._blocks:
@@ -98,7 +97,7 @@ class PolicyQueue:
         return found
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Free blocks that have no content: the first of them goes first."""
+        """Free blocks without content; the first of them is allocated first."""
         self.num_free_blocks += len(blocks)
         self._empty.extendleft(reversed(blocks))
 
@@ -143,13 +142,13 @@ class PolicyQueue:
         return [*first.values(), *(block for block in rest if block.block_id not in first)]
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Yield nothing: what a policy evicts is not known before it does."""
+        """Yield nothing: the victims of a policy are not known before it is called."""
         return iter(())
 
 
 @attrs.define
 class _Known:
-    """A request of vLLM as policies know it, and whether it waits, or was ever admitted."""
+    """A request of vLLM as policies see it, whether it waits, and whether it was admitted."""
 
     request: Request
     waits: bool = False
@@ -157,13 +156,13 @@ class _Known:
 
 
 class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
-    """vLLM's block pool, which says what it does to the host of a policy.
+    """vLLM's block pool, which calls the host of a policy at each change of a block.
 
     Attributes:
         opening: the request that is being admitted, and whether for the first time.
         hits: the blocks that it hits.
-        recorder: where the decisions are written; None: nowhere.
-        named: how many keys of each request are written.
+        recorder: the recording of the decisions; None: there is none.
+        named: number of recorded keys of each request.
         known: the requests that have not ended, by their ids.
         hears: whether the policy, or the recorder, reads the keys of requests.
     """
@@ -176,7 +175,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
     hears = True
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """Pin cached blocks, the deepest first, as a policy expects it."""
+        """Pin cached blocks, the deepest first, in the order of `PolicyHost.pin`."""
         super().touch(blocks[::-1])
         if self.opening is not None:
             self.hits = blocks
@@ -226,7 +225,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         *args: Any,
         **more: Any,
     ) -> None:
-        """Cache blocks of `request` that are full now."""
+        """Cache the blocks of `request` that have become full."""
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, *args, **more
         )
@@ -292,10 +291,10 @@ def _key(block_hash: bytes) -> bytes:
 
 
 class ExpiringPool(HostedPool):
-    """A block pool for a policy that lets blocks expire: these are no hits."""
+    """A block pool for a policy with blocks that expire: expired blocks are no hits."""
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any:
-        """Return the cached block of a hash, unless it has expired; then it leaves."""
+        """Return the cached block of a hash; drop it and return None if it has expired."""
         found = super().get_cached_block(block_hash, kv_cache_group_ids)
         if not found:
             return found
@@ -310,7 +309,7 @@ class ExpiringPool(HostedPool):
 
 
 class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
-    """vLLM's cache manager, which says what becomes of requests to the host of a policy.
+    """vLLM's cache manager, which calls the host of a policy at each change of a request.
 
     Attributes:
         known: the requests that have not ended, by their ids.
@@ -321,7 +320,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
     tables: dict[str, list[Any]]
 
     def queued(self, request: Any, *, front: bool = False) -> None:
-        """Called when a request waits: behind others or, once preempted, before them."""
+        """Called when a request enters the queue: at its end, or in front once preempted."""
         known, queue = self._know(request), self.block_pool.free_block_queue
         known.waits = True
         queue.host.queued(known.request, queue.clock(), front=front)
@@ -350,12 +349,12 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
         super().free(request)
 
     def pop_blocks_for_free(self, request: Any) -> Any:
-        """Return the blocks of such a request, to be released later."""
+        """Return the blocks of a preempted or ended request, to be released later."""
         self._leave(request)
         return super().pop_blocks_for_free(request)
 
     def _know(self, request: Any) -> _Known:
-        """Return what policies know of a request; the first time it arrives."""
+        """Return the state of a request for policies; the first call records its arrival."""
         known = self.known.get(request.request_id)
         if known is None:
             pool = self.block_pool
@@ -392,7 +391,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
 
 
 def kvcore_request(request: Any, block_size: int, now: int, *, keys: bool = True) -> Request:
-    """Return a request of vLLM as policies know it. O(blocks of its prompt) for the keys."""
+    """Return a request of vLLM as policies see it. O(blocks of its prompt) with keys."""
     tokens = request.num_prompt_tokens
     hashes = request.block_hashes[: tokens // block_size] if keys else ()
     return Request(
@@ -414,15 +413,18 @@ def host_blocks(
     settings: HostSettings,
     clock: Callable[[], int] = time.monotonic_ns,
 ) -> PolicyHost:
-    """Make the policy of `settings` decide which block of `manager`'s pool is evicted next.
+    """Make the policy of `settings` choose the victims in the block pool of `manager`.
 
     Args:
         manager: vLLM's cache manager, which has not served a request.
-        settings: the policy, and where to record.
-        clock: returns the time in ns.
+        settings: the policy, and the path of the recording.
+        clock: function that returns the time in ns.
+
+    Returns:
+        The host of the policy.
 
     Raises:
-        InputError: another kind of cache than one group of full attention, with what to do.
+        InputError: the cache is not one group of full attention; says what to do.
     """
     pool = manager.block_pool
     kinds = [type(each).__name__ for each in manager.coordinator.single_type_managers]
@@ -498,7 +500,7 @@ class _Hosted(VllmScheduler):  # type: ignore[misc, unused-ignore]
         self.kv_cache_manager.queued(request, front=True)
 
     def shutdown(self) -> None:
-        """Stop; the recording is complete."""
+        """Stop, and complete the recording."""
         super().shutdown()
         recorder = self.kv_cache_manager.block_pool.recorder
         if recorder is not None:

@@ -1,16 +1,16 @@
 """vLLM's CPU tier in the order of a kvcore policy: a class for `eviction_policy`.
 
-The manager of the tier keeps its chunks, their transfers and their memory. It says to a
-`CachePolicy` what it does, and asks which chunks go. Most of that is what a `PolicyHost` wants
-to hear; the rest is when.
+The manager of the tier keeps its chunks, their transfers and their memory. It calls a
+`CachePolicy` at each change, and for the chunks to evict. `KvcorePolicy` turns these calls into
+calls of a `PolicyHost`, in the order that the host expects:
 
-    prepare_store   on_store_miss, on_request_access   what is there is pinned; a miss
+    prepare_store   on_store_miss, on_request_access   present chunks are pinned; a miss
                     evict                              victims
-                    insert                             the hits count; chunks are stored, pinned
-    complete_store  mark_evictable                     unpinned
-    prepare_load    mark_non_evictable, on_request_access   pinned; the hits count
-    complete_load   mark_evictable                     unpinned
-    the end         on_request_finished                all that is there is used once more
+                    insert                             hits count; chunks are stored, pinned
+    complete_store  mark_evictable                     chunks are unpinned
+    prepare_load    mark_non_evictable, on_request_access   chunks are pinned; hits count
+    complete_load   mark_evictable                     chunks are unpinned
+    the end         on_request_finished                present chunks are used once more
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
 from kvcore_vllm.hints import read_hints
 
 UNKNOWN_CHUNK_TOKENS = 256
-"""Tokens of a chunk until a request says where its first one ends."""
+"""Tokens of a chunk until a request shows where its first chunk ends."""
 
 
 @attrs.define
 class _Use:
-    """How a request uses the tier.
+    """The use of the tier by a request.
 
     Attributes:
-        request: the request, by the chunks of its prompt that are known.
-        order: its chunks by their group and where they end, and the one before each.
-        missed: whether chunks were missing that no policy has heard of.
+        request: the request, with the known chunks of its prompt.
+        order: its chunks by their ends in the prompt; for each, the one before it in its group.
+        missed: whether chunks are missing, and the policy was not called for them.
         counted: chunks whose hit has been counted.
     """
 
@@ -53,12 +53,13 @@ class _Use:
 class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
     """Cache policy of vLLM's CPU tier that runs an eviction policy of kvcore.
 
-    `KVCORE_EVICTION` names it. A chunk follows the one before it in the prompt, in each KV
-    cache group by itself. A chunk whose transfer runs, and those before it, stay.
+    `KVCORE_EVICTION` names the policy. In each KV cache group, the parent of a chunk is the one
+    before it in the prompt. A chunk in transfer, and the chunks before it, are not evicted.
 
     Attributes:
-        clock: returns the time in ns.
-        host: of the policy; made when the first request says how long a chunk is.
+        clock: function that returns the time in ns.
+        host: the host of the policy; made again when the first request shows the size of a
+            chunk.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -74,18 +75,18 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
             raise InputError(msg)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._using: ReqContext | None = None
-        # What the request hits that is served now, and that has not been counted.
+        # The chunks that the present request hits, which are pinned.
         self._hits: list[OffloadKey] = []
         self._recording: _Recording | None = None
         self._start(UNKNOWN_CHUNK_TOKENS)
 
     def _start(self, tokens: int) -> None:
-        """Build the host for chunks of `size` tokens."""
+        """Create the host, for chunks of `tokens` tokens."""
         self._tokens = tokens
         policy = self._settings.build()
         self.host = PolicyHost(policy, self.cache_capacity, tokens, fallback=True)
 
-    # What the manager calls.
+    # Methods that the manager calls.
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return the chunk, or None if it is not there."""
@@ -94,7 +95,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
     def insert(
         self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
     ) -> None:
-        """Store a chunk that is being written. vLLM 0.32 does not say for whom."""
+        """Store a chunk that is being written. vLLM 0.32 does not give the request."""
         self._count_hits()
         context = req_context or self._using
         use = None if context is None else self._use(context)
@@ -130,13 +131,13 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         self._renew([key for key in keys if key in self.host])
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Keep in mind that a request misses chunks: what it hits comes next."""
+        """Record that a request misses chunks; the next call has its hits."""
         del keys
         self._let_go()
         self._use(req_context).missed = True
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Pin what a request finds, until there is room for what it does not."""
+        """Pin the chunks that a request hits, until there is room for those that it misses."""
         self._let_go()
         use = self._use(req_context)
         self._hits = [key for key in _sorted(keys, use) if key in self.host]
@@ -156,7 +157,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """Use all chunks of a request that has ended once more; count hits that were not."""
+        """Use the chunks of an ended request once more; count hits that were not counted."""
         del insertion_only_keys
         self._let_go()
         use, now = self._use(req_context), self.clock()
@@ -206,7 +207,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
     # Inside.
 
     def _use(self, context: ReqContext) -> _Use:
-        """Return what is known of a request, with all chunks that it has now."""
+        """Return the use of the tier by a request, with all its present chunks."""
         self._using = context
         positions = context._offload_key_positions  # noqa: SLF001 - no method lists them
         use: _Use | None = context.get_state(_Use)
@@ -227,19 +228,19 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         return use
 
     def _begin(self, tokens: int) -> None:
-        """Begin with chunks of so many tokens, if that is new; nothing is cached."""
+        """Start again with chunks of `tokens` tokens, if that is new; none is cached."""
         if tokens != self._tokens:
             self._start(tokens)
         if self._settings.trace is not None and self._recording is None:
             self._recording = _Recording(self._settings, self.host, tokens)
 
     def _end(self, context: ReqContext | None, key: OffloadKey) -> int:
-        """Return where a chunk ends in its prompt, in tokens."""
+        """Return the end of a chunk in its prompt, in tokens."""
         end = None if context is None else context.get_offload_key_position(key)
         return self._tokens if end is None else end
 
     def _count_hits(self) -> None:
-        """Count what the request that is served hits: it has its room now."""
+        """Count the hits of the present request, for whose misses there is room now."""
         use = None if self._using is None else self._use(self._using)
         if use is None:
             return
@@ -251,9 +252,9 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
             self._hint(hits, use, now)
 
     def _let_go(self) -> None:
-        """Unpin what the request that was served has hit.
+        """Unpin the chunks that the last request has hit.
 
-        By now its new chunks are stored, which pin what is before them while they are written.
+        Its new chunks are stored by now, and pin the chunks before them while they are written.
         So a prompt is released once, from its last chunk up, as a `KVCache` releases it.
         """
         if self._hits:
@@ -269,7 +270,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         hits: Sequence[OffloadKey] = (),
         use: _Use | None = None,
     ) -> None:
-        """Use chunks, so that the first of the prompt is the most recent, if it is not."""
+        """Release the chunks of a prompt again, unless they are the latest in that order."""
         host, now = self.host, self.clock()
         latest = range(host.released, host.released - len(path), -1)
         spans = map(host.span, path)
@@ -292,13 +293,13 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
 
 
 def _sorted(keys: Iterable[OffloadKey], use: _Use) -> list[OffloadKey]:
-    """Return `keys` by where they end, those of each group from the first on."""
+    """Return `keys` in the order of their ends in the prompt."""
     place = {key: number for number, key in enumerate(use.order)}
     return sorted(keys, key=lambda key: place.get(key, len(place)))
 
 
 def _priority(use: _Use, end: int, now: int) -> tuple[int, int | None]:
-    """Return the highest priority that hints give a chunk which ends there, and until when."""
+    """Return the highest priority that hints give a chunk with this end, and its limit."""
     start = end - use.request.key_tokens
     found = [
         (hint.priority, hint.duration)
@@ -312,7 +313,7 @@ def _priority(use: _Use, end: int, now: int) -> tuple[int, int | None]:
 
 
 def _request(context: ReqContext, positions: dict[OffloadKey, int], tokens: int) -> Request:
-    """Return the request as a policy sees it: by the chunks of its first group."""
+    """Return the request as a policy sees it, with the chunks of its first group."""
     groups = sorted({get_offload_group_idx(key) for key in positions})
     keys = [key for key in positions if get_offload_group_idx(key) == groups[0]]
     keys.sort(key=positions.__getitem__)
@@ -326,7 +327,7 @@ def _request(context: ReqContext, positions: dict[OffloadKey, int], tokens: int)
 
 
 class _Recording:
-    """The decisions of the tier as a kvcore trace: that of its first KV cache group.
+    """Records the decisions on the first KV cache group of the tier as a kvcore trace.
 
     A chunk of the tier is a block of the trace.
     """
@@ -335,7 +336,7 @@ class _Recording:
         from vllm import __version__  # noqa: PLC0415  (only where it is recorded)
 
         assert settings.trace is not None
-        # The GPU pool of the same process may have the name itself.
+        # The recording of the GPU pool of the same process has the name without a prefix.
         path = settings.trace.with_name(f"cpu-tier-{settings.trace.name}")
         self._host = host
         self._recorder = EngineRecorder(
@@ -347,7 +348,7 @@ class _Recording:
         self._writing: dict[OffloadKey, _Use] = {}
 
     def opened(self, use: _Use, now: int) -> None:
-        """Record a request that was not heard of before, and what it finds."""
+        """Record a new request, and its hits."""
         request = use.request
         if request.id in self._table:
             return
@@ -358,11 +359,11 @@ class _Recording:
         self._table[request.id] = hit
 
     def evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Keep what leaves, for the line of the chunk that wanted its room."""
+        """Store the evicted keys until the chunk that needs their room is recorded."""
         self._left += map(_key, keys)
 
     def inserted(self, use: _Use, key: OffloadKey, now: int) -> None:
-        """Record room for a chunk, and what has left for it."""
+        """Record room for a chunk, and the evictions for it."""
         self.opened(use, now)
         request = use.request
         place = request.keys.index(key) if key in request.keys else -1
@@ -392,11 +393,11 @@ class _Recording:
             self._recorder.closed(use.request.id, now, output=0)
 
     def cleared(self, now: int) -> None:
-        """Record that nothing is cached any more."""
+        """Record that all chunks were dropped."""
         self._recorder.cleared(now)
 
     def _cached(self, use: _Use, count: int) -> int:
-        """Return how many chunks of a prompt are there, from its first on."""
+        """Return the number of cached chunks of a prompt, from its first on, plus `count`."""
         for key in use.request.keys:
             if key not in self._host:
                 break

@@ -1,8 +1,8 @@
-"""KV hints of vLLM: what a client or a router says about the K/V of a request.
+"""KV hints of vLLM: requests of a client or a router about the K/V of a prompt.
 
 An action of type `kvcore:retain` has the payload `{"priority": 80, "start": 0, "end": 2048,
 "seconds": 600}`, all but the priority optional; one of type `kvcore:session`
-`{"session": "…", "tool": "…"}`. Others are for other readers.
+`{"session": "…", "tool": "…"}`. Other actions are ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RETAIN, SESSION = "kvcore:retain", "kvcore:session"
 
 
 def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
-    """Return what the KV hints of a request say, by the attribute of a kvcore request.
+    """Return the KV hints of a request, by attribute of a kvcore request.
 
-    One that cannot be read is left out, with a line in the log.
+    A hint that cannot be read is omitted, with a warning in the log.
     """
     hints: dict[str, Any] = {}
     for action in () if envelope is None else envelope.actions:
@@ -34,7 +34,7 @@ def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
 
 
 def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
-    """Add what an action says to `hints`."""
+    """Add the hint of an action to `hints`."""
     if kind == RETAIN:
         seconds = payload.get("seconds")
         duration = None if seconds is None else round(seconds * NS_PER_S)
