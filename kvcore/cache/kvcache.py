@@ -503,7 +503,7 @@ class KVCache:
     def publish(self, seq: Sequence, tokens: int, now: int) -> None:
         """Share the full blocks with keys that the next `tokens` tokens of `seq` will fill.
 
-        The caller lets no sequence read them before `commit` counts these tokens as computed.
+        These tokens are allocated. The caller lets no sequence read them before `commit` counts these tokens as computed.
         Where another sequence has the next key already, nothing is shared before that.
 
         Raises:
