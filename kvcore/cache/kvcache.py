@@ -503,8 +503,8 @@ class KVCache:
     def publish(self, seq: Sequence, tokens: int, now: int) -> None:
         """Share the full blocks with keys that the next `tokens` tokens of `seq` will fill.
 
-        The caller lets no sequence read them before `commit` counts these tokens as computed.
-        Where another sequence has the next key already, nothing is shared before that.
+        Their blocks are allocated. The caller lets no sequence read them before `commit` counts
+        the tokens as computed. If the next key is cached already, no block is shared until then.
 
         Raises:
             PolicyError: a plugin failed.

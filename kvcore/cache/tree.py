@@ -724,13 +724,11 @@ class SpanTree:
         if self._evicts_leaves:
             return span, count
         if self._evictable_blocks is not None:
-            said: Any = self._call(
-                self.eviction, "evictable_blocks", self._evictable_blocks, span
-            )
-            if type(said) is not int or not 1 <= said <= blocks:
-                why = f"{said!r}: give 1 to {blocks}"
+            answer = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
+            if type(answer) is not int or not 1 <= answer <= blocks:
+                why = f"{answer!r}: give 1 to {blocks}"
                 raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
-            count = said
+            count = answer
         return span, count if count < missing else missing
 
     def _why_not(self, answer: object) -> str:

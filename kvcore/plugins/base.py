@@ -27,7 +27,7 @@ class Plugin(ABC):
     need not call it.
 
     Attributes:
-        kind: what the plugin decides, such as `eviction`; set by the kind's base class.
+        kind: the kind of the plugin, such as `eviction`; set by the base class of the kind.
         name: the name of the plugin in text; unique within its kind.
         renamed_options: new names of options by their names in an earlier release; text with
             an old name works, with a FutureWarning.
@@ -149,8 +149,8 @@ def _options_of(cls: type[Plugin]) -> Iterator[Option]:
         default = parameter.default
         if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # of dataclasses
             default = COMPUTED
-        # attrs annotates the parameter with what the converter of the field takes, if that
-        # is annotated, and leaves it without an annotation if not.
+        # With a converter, attrs annotates the parameter as the converter annotates its own,
+        # or not at all.
         annotation = parameter.annotation
         if annotation is REQUIRED:
             annotation = (field and field.type) or Any

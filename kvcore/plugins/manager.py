@@ -293,8 +293,9 @@ class Plugins:
                     msg = f"{hook} of {origin} returned {classes!r}, not a list of classes"
                     raise PluginError(msg)
             except FAILURES as error:
-                told = f"{hook} of {origin} raised {error!r}"
-                reason = str(error) if isinstance(error, PluginError) else told
+                reason = f"{hook} of {origin} raised {error!r}"
+                if isinstance(error, PluginError):
+                    reason = str(error)
                 module = implementation.function.__module__
                 self._refuse(kind, origin.name, origin, module, reason)
                 continue

@@ -242,7 +242,7 @@ class Level:
         if not need:
             self._remember(span, end)
             return True
-        if self.link.wait(now) > self._max_wait or not self.is_ready:
+        if self.is_busy(now) or not self.is_ready:
             self.stats.skipped += need
             return False
         room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
@@ -281,7 +281,7 @@ class Level:
         match = self.tree.match(seq.keys, seq.span.end, now)
         room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
         need = blocks - match.blocks
-        fits = need <= room and self.link.wait(now) <= self._max_wait and self.is_ready
+        fits = need <= room and not self.is_busy(now) and self.is_ready
         return need if fits else None
 
     def is_busy(self, now: int) -> bool:
@@ -434,9 +434,9 @@ class Level:
         self._serial += 1
         root = self.tree.root
         # A tree reads no more of a request; to make a whole one would double the cost.
-        who = cast("Request", _Requester(request, tenant))
+        requester = cast("Request", _Requester(request, tenant))
         return Holder(
-            self._serial, self._serial, who, keys, blocks, 0, 0, 0, 0, blocks, 0, root
+            self._serial, self._serial, requester, keys, blocks, 0, 0, 0, 0, blocks, 0, root
         )
 
     def check_integrity(self, moving: Iterable[Holder] = ()) -> None:

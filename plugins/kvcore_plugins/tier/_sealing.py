@@ -104,6 +104,6 @@ def _encoded(key: Key) -> tuple[int, bytes]:
 def _decoded(kind: int, text: bytes) -> Key:
     if kind == 1:
         return int(text)
-    if kind == 2:  # noqa: PLR2004 - as the module says
+    if kind == 2:  # noqa: PLR2004 - the module docstring lists the types
         return text
     return text.decode("utf-8", "surrogatepass") if kind else None

@@ -265,7 +265,7 @@ class RedisStore(TierStore):
             with self._client.pipeline(transaction=False) as pipe:
                 commands(pipe)
                 answers: list[Any] = pipe.execute(raise_on_error=False)
-        except Exception as error:  # noqa: BLE001 - what is no Redis answers anything
+        except Exception as error:  # noqa: BLE001 - another kind of server may answer anything
             self._fail(error)
         self._pause = 0.0
         refusal = next((each for each in answers if isinstance(each, Exception)), None)
