@@ -273,7 +273,7 @@ def _windows(config: _Config, family: _Family) -> tuple[int | None, ...]:
     if kinds and len(kinds) != layers:
         config.refuse("layer_types", f"has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
-        if kind not in {"full_attention", "sliding_attention"}:
+        if kind not in ("full_attention", "sliding_attention"):
             config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
     if not kinds:
         first = config.count("max_window_layers", 0, least=0)
@@ -308,7 +308,7 @@ def _dtypes(config: _Config) -> tuple[str, str]:
         )
     if method == "mxfp4":
         return dtype or "bf16", "mxfp4"
-    bits = f" with {quantised.get('bits')} bits" if method in {"gptq", "awq"} else ""
+    bits = f" with {quantised.get('bits')} bits" if method in ("gptq", "awq") else ""
     weights = f"int{quantised.get('bits')}" if bits else str(method)
     if weights not in _QUANTISED:
         config.refuse(

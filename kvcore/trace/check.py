@@ -38,8 +38,8 @@ class Report:
             it; the blocks stored, loaded and dropped so far; and the use of its link.
         header: the fields of HEADER; empty if the file has none.
         replicas: the counts of each replica of a cluster, besides whether it is `up`, its
-            `failures` and its `routed` requests. All other counts are sums over the replicas,
-            but for those of tiers, which stand only here. None for one server.
+            `failures` and its `routed` requests. The counts of tiers stand only here; all
+            other counts of the report are sums over the replicas. None for one server.
     """
 
     file: str
