@@ -92,6 +92,13 @@ def test_what_is_no_failure(text, why):
         Failure.parse(text)
 
 
+@pytest.mark.parametrize("fields", [(-1, 0), (0, -1), (0, 0, 0), (0, 0, -1)])
+def test_times_and_numbers_of_a_failure_are_checked(fields):
+    """In Python as in text."""
+    with pytest.raises(InputError, match="some time to be gone"):
+        Failure(*fields)
+
+
 @pytest.mark.parametrize(
     ("failures", "why"),
     [
