@@ -504,7 +504,7 @@ class KVCache:
         """Share the full blocks with keys that the next `tokens` tokens of `seq` will fill.
 
         Their blocks are allocated. The caller lets no sequence read them before `commit` counts
-        the tokens as computed. If the next key is cached already, no block is shared until then.
+        the tokens as computed. If the next key is cached already, no block is shared before.
 
         Raises:
             PolicyError: a plugin failed.
