@@ -164,7 +164,7 @@ class PolicyHost:
         priority_until: int | None = None,
         tenant: str | None = None,
     ) -> None:
-        """Insert consecutive blocks, each after the one before it; else as `stored`.
+        """Insert consecutive blocks, each after the one before it, as `stored` does.
 
         Costs half of a call of `stored` for each.
         """
@@ -172,6 +172,9 @@ class PolicyHost:
             raise self._dead
         spans, above = self._spans, self._root
         keys = blocks if keys is None else keys
+        if len(keys) != len(blocks):
+            msg = f"{len(blocks)} blocks with {len(keys)} keys: give a key for each block"
+            raise InputError(msg)
         if not (spans.keys().isdisjoint(blocks) and self._orphans.keys().isdisjoint(blocks)):
             block = next(block for block in blocks if block in self)
             msg = f"block {block!r} is stored already: let it leave by `victims` or `dropped`"
@@ -215,7 +218,7 @@ class PolicyHost:
             raise self._dead
         span = self._spans.get(block)
         if span is None:
-            self._orphans[block] = (self._orphans[block][0], self._orphans[block][1] + 1)
+            self._pin_orphan(block, 1)
         elif span.ref_count:
             span.ref_count += 1
         else:
@@ -233,7 +236,7 @@ class PolicyHost:
         for block in blocks:
             span = spans.get(block)
             if span is None:
-                self._orphans[block] = (self._orphans[block][0], self._orphans[block][1] - 1)
+                self._pin_orphan(block, -1)
             elif span.ref_count != 1 or expires:
                 if not span.ref_count:
                     msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
@@ -512,7 +515,16 @@ class PolicyHost:
                 raise_expiry(span, span.expires, latest)
             span = span.parent  # type: ignore[assignment]
 
+    def _pin_orphan(self, block: Block, pins: int) -> None:
+        """Add `pins` to those of a block that is cached below a lost one."""
+        if block not in self._orphans:
+            raise _not_cached(block)
+        key, before = self._orphans[block]
+        self._orphans[block] = key, before + pins
+
     def _branch(self, block: Block) -> list[_BlockSpan]:
+        if block not in self._spans:
+            raise _not_cached(block)
         order: list[Any] = [self._spans[block]]
         for span in order:
             order.extend((span.children or {}).values())
@@ -662,6 +674,10 @@ class PolicyHost:
         unpinned = [span for span in self._spans.values() if not span.ref_count]
         for span in sorted(unpinned, key=attrgetter("released_order")):
             lru.on_release(span, 0)
+
+
+def _not_cached(block: Block) -> InputError:
+    return InputError(f"block {block!r} is not cached: it was never stored, or has left")
 
 
 def _path(above: Span, keys: Sequence[Key]) -> list[Key]:

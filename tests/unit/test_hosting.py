@@ -442,3 +442,30 @@ def test_wrong_settings_are_refused(text, error, tmp_path):
         text = str(path)
     with pytest.raises(InputError, match=error):
         HostSettings.from_environment({"KVCORE_EVICTION": text})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda host: host.pin("x"),
+        lambda host: host.unpin("x", 0),
+        lambda host: host.dropped("x", 0),
+        lambda host: host.branch("x"),
+    ],
+    ids=["pin", "unpin", "dropped", "branch"],
+)
+def test_a_block_that_is_not_cached_is_named(call):
+    """An engine that loses count of its blocks gets a sentence, and the host is unchanged."""
+    host = PolicyHost("lru", 4, 16)
+    host.stored("a", None, 0)
+    with pytest.raises(InputError, match="block 'x' is not cached"):
+        call(host)
+    assert (len(host), host.evictable) == (1, 0)
+
+
+def test_a_run_has_a_key_for_each_block():
+    """A run with too few keys is refused as a whole."""
+    host = PolicyHost("lru", 4, 16)
+    with pytest.raises(InputError, match="2 blocks with 1 keys: give a key for each block"):
+        host.stored_run(["a", "b"], None, 0, keys=["k"])
+    assert len(host) == 0

@@ -17,7 +17,7 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from kvcore import Request
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
-from kvcore.hosting import HostSettings, PolicyHost
+from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
 from kvcore.plugins import find_override
 
 CHUNKS = "KVCORE_LMCACHE_CHUNKS"
@@ -96,7 +96,7 @@ class KvcorePolicy(BaseCachePolicy):
         refuse_unfit(self._policy)
         _log.info("chunks are evicted by kvcore's %s", settings.eviction)
         self._trace = settings.trace
-        self._recorder: Any = None
+        self._recorder: EngineRecorder | None = None
         self.host: PolicyHost | None = None
         # Back ends call in their own locks, except when a file is missing that they read.
         self._lock = RLock()
@@ -228,12 +228,13 @@ class KvcorePolicy(BaseCachePolicy):
             host.stored(key, None, now, key=name)
         host.unpin(key, now)
         if self._recorder is not None:
-            self._record(request, hit=what == "hit", now=now)
+            self._record(self._recorder, request, hit=what == "hit", now=now)
 
-    def _record(self, request: Request, *, hit: bool, now: int) -> None:
+    def _record(
+        self, recorder: EngineRecorder, request: Request, *, hit: bool, now: int
+    ) -> None:
         """Record a use as a request of one chunk."""
-        recorder, evicted = self._recorder, [key_of(key) for key in self._evicted]
-        self._evicted = []
+        evicted, self._evicted = [key_of(key) for key in self._evicted], []
         recorder.request(request, now)
         recorder.opened(request.id, hit=int(hit), blocks=int(not hit), evicted=evicted, now=now)
         recorder.committed(request.id, blocks=1, now=now)
@@ -290,11 +291,9 @@ def _counts(key: Any) -> bool:
     return getattr(key, "layer_id", 0) == 0
 
 
-def _recorder(path: Path, chunks: int, eviction: EvictionPolicy) -> Any:
+def _recorder(path: Path, chunks: int, eviction: EvictionPolicy) -> EngineRecorder:
     """Return a recorder, with the process and a number in the name of its file."""
     from lmcache import __version__  # noqa: PLC0415
-
-    from kvcore.hosting.recorder import EngineRecorder  # noqa: PLC0415
 
     name, dot, suffixes = path.name.partition(".")
     path = path.with_name(f"{name}-{os.getpid()}-{next(_recorders)}{dot}{suffixes}")
