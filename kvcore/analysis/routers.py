@@ -16,6 +16,7 @@ from kvcore.analysis.sweep import Executor, Grid, Plan
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
+from kvcore.cluster import Router
 from kvcore.config.cluster import ClusterParts
 from kvcore.config.options import ReplicaChoices, replicas_text
 from kvcore.errors import PluginError
@@ -131,7 +132,7 @@ class RouterComparison(Shown):
 
 def compare_routers(
     workload: str | PathLike[str] | Spec | Workload = "mooncake",
-    routers: str | Iterable[Any] | None = None,
+    routers: str | type[Router] | Iterable[Any] | None = None,
     replicas: Iterable[ReplicaChoices] | ReplicaChoices = 8,
     *,
     executor: Executor | None = None,
@@ -144,8 +145,8 @@ def compare_routers(
 
     Args:
         workload: a plugin's name with options, the path of a file, or a workload.
-        routers: names with options (one text may hold several) or classes; None: all installed
-            routers.
+        routers: one or several: names with options (one text may hold several) or classes;
+            None: all installed routers.
         replicas: their number; several numbers make a cluster each, and so does a list of
             tables of options, with a `count` each.
         executor: runs the simulations; None: one after another in this process. Any other
@@ -161,6 +162,8 @@ def compare_routers(
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):
         routers = parse(routers)
+    elif not isinstance(routers, Iterable):
+        routers = [routers]
     clusters: list[Any] = [replicas] if isinstance(replicas, int | str) else list(replicas)
     if all(isinstance(each, Mapping) for each in clusters):
         clusters = [clusters]
