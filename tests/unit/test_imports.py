@@ -66,21 +66,18 @@ def parsed(path):
     return ast.parse(path.read_text("utf-8"))
 
 
-def imports(path, *, deferred=True):
-    """Yield the (module, name) pairs that the file at `path` imports; also for types alone.
+def imports(path):
+    """Yield the (module, name) pairs that the file at `path` imports.
 
-    Without `deferred`, imports that functions make when they are called are left out. The
-    name is empty for `import module`.
+    Imports for types alone and those of functions are among them. The name is empty for
+    `import module`.
     """
-    nodes = [parsed(path)]
-    for node in nodes:
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
             yield from ((node.module, alias.name) for alias in node.names)
-        elif deferred or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            nodes += ast.iter_child_nodes(node)
 
 
 def file_of(module):
@@ -107,9 +104,9 @@ def source(module, name):
     return module
 
 
-def sources_of(path, *, deferred=True):
+def sources_of(path):
     """Return the modules of the core and the built-ins on which the file at `path` depends."""
-    found = {source(*each) for each in imports(path, deferred=deferred)}
+    found = {source(*each) for each in imports(path)}
     return {module for module in found if module is not None}
 
 
@@ -176,33 +173,12 @@ def test_rooms_import_downwards(path):
     assert not [other for other in used if RANK[other] >= RANK[room]]
 
 
-def test_modules_import_without_cycles():
-    """No module depends on itself through others, not even for the type checker.
+@pytest.mark.parametrize("room", [CORE, BUILT_IN], ids=lambda room: room.name)
+def test_modules_import_without_cycles(room):
+    """No module depends on itself through others: for its types, or when a function is called.
 
-    A name that a package passes on counts as imported from the module that defines it. Only
-    a function may import what depends on its own module, when it is called.
+    A name that a package passes on counts as imported from the module that defines it.
     """
-    graph = {
-        module_of(path): sources_of(path, deferred=False) - {module_of(path)}
-        for path in sources(CORE)
-        if path.name != "__init__.py"
-    }
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-WITHOUT_CIRCLES = [
-    *(CORE / room for room in ("config", "models", "trace", "workloads")),
-    BUILT_IN / "workload",
-]
-"""Rooms without a circle, imports that functions make included."""
-
-
-@pytest.mark.parametrize("room", WITHOUT_CIRCLES, ids=lambda room: room.name)
-def test_functions_import_without_cycles(room):
-    """No module depends on itself through others, whenever they are imported."""
     modules = [path for path in sources(room) if path.name != "__init__.py"]
     graph = {module_of(path): sources_of(path) - {module_of(path)} for path in modules}
     try:
