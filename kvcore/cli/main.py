@@ -260,7 +260,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt or `Terminated` for a signal, once no module is being loaded.
 
     A module may catch whatever is raised while it loads. So a timer looks again until it is
-    loaded; the same signal raises at once when it comes a second time.
+    loaded, and repeats the signal, for which the verb may have a handler of its own by then.
+    A signal that comes a second time raises at once.
     """
     can_wait = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     if not can_wait or not _is_loading(frame):
@@ -269,7 +270,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     def look_again(_: int, frame: FrameType | None) -> None:
         if not _is_loading(frame):
             signal.setitimer(signal.ITIMER_REAL, 0)
-            _interrupt(number, frame)
+            signal.raise_signal(number)
 
     signal.signal(signal.SIGALRM, look_again)
     signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN_SECONDS, LOOK_AGAIN_SECONDS)
