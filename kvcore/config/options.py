@@ -320,8 +320,8 @@ class RunOptions:
     )
     disaggregate: str | None = _option(
         None,
-        "Servers that prefill, and others that decode, such as "
-        "prefill=4,decode=2,bandwidth=50GB/s,latency=10us,overlap=layers.",
+        "Servers that prefill, and others that decode, such as prefill=4,decode=2; "
+        "bandwidth=50GB/s, latency=10us and overlap=layers may follow, after commas.",
     )
     seed: int | None = _option(0, "Seed of plugins that draw random numbers.")
     scheduler: PluginChoice = _option(

@@ -27,12 +27,16 @@ from kvcore.serving.job import DONE, Job
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import RunLog
-from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.trace import Trace
+from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 
 FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
 """The ways in which a request ends."""
 
 GONE = "its client has gone"
+
+FLUSH_PS = PS_PER_S
+"""Picoseconds between two flushes of the trace, in case the process is killed."""
 
 
 @attrs.frozen
@@ -189,14 +193,22 @@ class LiveLoop(ServingLoop):
         self._stored = stored
         self._leaving: set[int | str] = set()
         self._began_ns = perf_counter_ns()
+        self._trace = cache.trace if isinstance(cache.trace, Trace) else None
+        self._flush_at_ps = FLUSH_PS
 
     def begin(self) -> bool:
         """Advance the clock, abort requests of disconnected clients, and plan a step."""
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
+        if self._trace is not None and self.clock_ps >= self._flush_at_ps:
+            self._flush(self._trace)
         if self.inbox.left or self._leaving:
             self._let_go()
         return super().begin()
+
+    def _flush(self, trace: Trace) -> None:
+        trace.flush()
+        self._flush_at_ps = self.clock_ps + FLUSH_PS
 
     def end(self) -> None:
         """Run a step, and pass its tokens to the listeners."""
@@ -243,6 +255,8 @@ class LiveLoop(ServingLoop):
         due = [heap[0][0] for heap in (batcher.timers, batcher.loads) if heap]
         now = self.clock_ps // PS_PER_NS
         seconds = max((min(due) - now) / NS_PER_S, 0) if due else None
+        if self._trace is not None and not self.open:
+            self._flush(self._trace)  # nothing may happen for long
         with inbox.changed:
             if inbox.next_at == NEVER and not inbox.left:
                 if inbox.closing and not self.open:

@@ -52,7 +52,10 @@ class Arrivals:
         prefetches: bool = False,
     ) -> None:
         if not 0 < rate_scale < float("inf"):
-            msg = f"rate_scale={rate_scale}: give how many times as fast they arrive, above 0"
+            msg = (
+                f"rate_scale={rate_scale}: give how many times as fast they arrive: a finite "
+                "number above 0"
+            )
             raise InputError(msg)
         self._scale = Fraction(str(rate_scale))
         self._scaled = rate_scale != 1

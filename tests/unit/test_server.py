@@ -1,6 +1,7 @@
 # ruff: noqa: E402 - what is missing skips the module first
 """`kvcore serve`: an OpenAI client gets what `kvcore run` computes, and nobody harms it."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -18,6 +19,7 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]
 
 from helpers.commands import run_here
 from helpers.online import SMALL, ServerProcess, free_port, serving
+from helpers.upstreams import until
 
 import kvcore
 from kvcore import Span
@@ -25,7 +27,7 @@ from kvcore.errors import PolicyError
 from kvcore.kv_events import decode
 from kvcore.kv_events.model import BlockRemoved, BlockStored
 from kvcore.online.server import ServeConfig, Text
-from kvcore.trace import replay
+from kvcore.trace import read_events, replay
 
 PROMPT = " ".join(f"word{place}" for place in range(40))
 
@@ -314,6 +316,24 @@ def test_a_process_ends_well_and_its_trace_replays(tmp_path):
     report = replay(trace)
     assert report.complete
     assert report.requests == report.finished + report.rejected == 4
+
+
+@pytest.mark.slow
+def test_the_trace_can_be_read_after_sigkill(tmp_path):
+    """A request that has ended is in the unfinished file."""
+    server = ServerProcess("--trace", str(tmp_path / "day.jsonl.gz")).wait()
+    try:
+        complete(server, PROMPT, 4)
+        (part,) = tmp_path.iterdir()
+        asyncio.run(until(lambda: "FINISH" in events_of(part)))
+    finally:
+        server.kill()
+    assert "REQUEST" in events_of(part)
+
+
+def events_of(path):
+    """Return the kinds of lines of a trace that may be cut."""
+    return [each.event for each in read_events(path)] if path.stat().st_size else []
 
 
 def test_an_engine_that_fails_answers_what_is_open():
