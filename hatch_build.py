@@ -24,12 +24,10 @@ MODULES = (
     "kvcore/cache/span.py",
     "kvcore/cache/tree.py",
     "kvcore/histogram.py",
-    "kvcore/serving/arrivals.py",
     "kvcore/serving/batcher.py",
     "kvcore/serving/decode_batch.py",
     "kvcore/serving/job.py",
     "kvcore/serving/loop.py",
-    "kvcore/serving/ordering.py",
     "kvcore/serving/service_times.py",
     "kvcore/serving/stats.py",
 )

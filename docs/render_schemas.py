@@ -25,23 +25,21 @@ from kvcore.cli.sweep import sweep
 from kvcore.config.files import GROUPS
 from kvcore.config.options import (
     OF_REPLICAS,
-    as_replicas,
-    option_choices,
-    option_help,
-    option_names,
-    option_type,
-)
-from kvcore.config.values import (
     as_bytes,
     as_device,
     as_failures,
     as_model,
     as_natural,
     as_plugin,
+    as_replicas,
     as_slo,
     as_tiers,
     as_window,
     as_workload,
+    option_choices,
+    option_help,
+    option_names,
+    option_type,
 )
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.trace import json_schema

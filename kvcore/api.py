@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcore.cache import PrefixIndex
     from kvcore.cluster import ClusterResult
     from kvcore.config import EngineParts, RunParts
-    from kvcore.config.values import PluginChoice, TierChoices
+    from kvcore.config.options import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
     from kvcore.models.cost import PrefillCost
     from kvcore.models.pricing import PriceModel

@@ -18,12 +18,11 @@ from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
-from kvcore.serving.arrivals import NEVER
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
-from kvcore.serving.load import LAST, Queue, finished_work, moments, offered_load
-from kvcore.serving.loop import AllocatorFactory
+from kvcore.serving.loop import NEVER, AllocatorFactory
+from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 
 if TYPE_CHECKING:
     from kvcore.cluster import ClusterResult

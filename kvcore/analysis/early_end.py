@@ -8,10 +8,9 @@ from typing import TypeVar
 from kvcore.cache import KVCache
 from kvcore.config import RunParts
 from kvcore.request import Request
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor
-from kvcore.serving.loop import AllocatorFactory, ServingLoop
+from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
 
 
 class DecidedError(Exception):

@@ -15,8 +15,8 @@ from kvcore.analysis.recorded_run import RunSummary, bills_of, verified_log
 from kvcore.analysis.serial_replay import served
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.config.options import PluginChoice, TierChoices
 from kvcore.config.recorded_parts import RecordedParts
-from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
@@ -36,8 +36,7 @@ from kvcore.units import NS_PER_S
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     # The others are imported for clusters and prices.
-    from kvcore.config.options import ReplicaChoices
-    from kvcore.config.values import FailureChoices
+    from kvcore.config.options import FailureChoices, ReplicaChoices
     from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
 

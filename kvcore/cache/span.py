@@ -101,14 +101,6 @@ class Span:
         self.ids = ids
         self.creator = creator
 
-    @classmethod
-    def root(cls, geometry: BlockLayout) -> Span:
-        """Return the empty span at which every path begins. It is pinned once, for good."""
-        return cls(
-            0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-            None, geometry, (), None, None,
-        )  # fmt: skip
-
     @property
     def blocks(self) -> int:
         """Number of blocks in it."""

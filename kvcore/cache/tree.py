@@ -34,6 +34,14 @@ from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 
+def root_span(geometry: BlockLayout) -> Span:
+    """Return the empty span at which every path begins. It is pinned once, for good."""
+    return Span(
+        0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
+        None, geometry, (), None, None,
+    )  # fmt: skip
+
+
 class Watcher(Protocol):
     """Receives the changes of a tree: implemented by the tiers below it, and by routers.
 
@@ -111,7 +119,7 @@ class SpanTree:
         self.pins: ClientPins | None = None
         # Each with its `released_order` at that time: a later use ends the demotion.
         self._demoted: dict[Span, int] = {}
-        self.root = Span.root(geometry)
+        self.root = root_span(geometry)
         self._last_id = self._created = self._released = self._now = 0
         self._match = index.match
         self._index_insert = find_override(index, "insert")

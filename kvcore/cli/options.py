@@ -23,9 +23,9 @@ from kvcore.config.options import (
     option_names,
     option_type,
     read_option,
+    slo_text,
 )
 from kvcore.config.parts import BLOCK_SIZE
-from kvcore.config.values import slo_text
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.plugins.manager import KINDS

@@ -30,7 +30,7 @@ from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import NEVER, Arrivals
+from kvcore.serving.loop import NEVER, Arrivals
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 
 if TYPE_CHECKING:

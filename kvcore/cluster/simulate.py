@@ -19,7 +19,7 @@ from kvcore.cluster.router import PrefixView, Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import Arrivals
+from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.simulate import check_cache
 from kvcore.trace.cluster import ClusterTrace

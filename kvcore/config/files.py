@@ -9,8 +9,17 @@ from typing import Annotated, Any, get_args, get_origin
 
 import attrs
 
-from kvcore.config.options import RENAMED, option_names, option_type, read_option, renamed
-from kvcore.config.values import as_bytes, convert, read_plugin, shown
+from kvcore.config.options import (
+    RENAMED,
+    as_bytes,
+    convert,
+    option_names,
+    option_type,
+    read_option,
+    read_plugin,
+    renamed,
+    shown,
+)
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS

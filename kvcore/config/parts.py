@@ -26,7 +26,7 @@ from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.request import SLO, TextRequest, text_request
 from kvcore.serving import Batching, LatencyModel, Scheduler
-from kvcore.serving.arrivals import Arrivals
+from kvcore.serving.loop import Arrivals
 from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.config.values import read_plugin
+from kvcore.config.options import read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins

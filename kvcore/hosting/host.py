@@ -17,6 +17,7 @@ from kvcore.cache.hints import (
     raise_expiry_above,
     raise_priority_above,
 )
+from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, PolicyError
 from kvcore.plugins import find_override, policy_error, resolve, wrong_answer
 from kvcore.plugins.base import FAILURES
@@ -447,7 +448,7 @@ class PolicyHost:
 
     def _begin(self, policy: EvictionPolicy) -> None:
         """Reset to an empty cache with a new policy."""
-        self._root = Span.root(self._geometry)
+        self._root = root_span(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
         # Blocks cached below lost ones: their keys, and their numbers of pins.
         self._orphans: dict[Block, tuple[Key, int]] = {}

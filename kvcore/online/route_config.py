@@ -12,8 +12,14 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from kvcore.config.options import check_names, option_help
-from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
+from kvcore.config.options import (
+    Natural,
+    PluginChoice,
+    as_bytes,
+    check_names,
+    convert,
+    option_help,
+)
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec

@@ -2,9 +2,8 @@
 
 from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
-from kvcore.serving.load import Saturation
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.result import HitRatio, Result
+from kvcore.serving.result import HitRatio, Result, Saturation
 from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
 from kvcore.serving.simulate import simulate
 from kvcore.serving.stats import Fragmentation, Percentiles

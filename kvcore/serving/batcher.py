@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from kvcore.cache import KVCache
+from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError
-from kvcore.plugins import find_override, policy_error
+from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
+from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
-from kvcore.serving.ordering import JobOrder, WaitingQueue
 from kvcore.serving.scheduler import (
     Batching,
     LoopState,
@@ -749,3 +750,163 @@ class Batcher:
         name = self._scheduler.name
         msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which {why}"
         raise PolicyError(msg)
+
+
+class JobOrder:
+    """Calls a scheduler, checks its answers, and reports its exceptions as its own."""
+
+    __slots__ = ("_scheduler",)
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def call(
+        self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a function of the scheduler, or one that compares its answers.
+
+        Raises:
+            PolicyError: the function failed; the error names `method`.
+        """
+        try:
+            return function(*arguments, **options)
+        except FAILURES as error:
+            raise_policy_error(self._scheduler, method, error)
+
+    def priority(self, job: Job, now: int) -> Any:
+        """Return the priority of `job` at this moment.
+
+        Raises:
+            PolicyError: the scheduler failed, or its answer has no place in an order.
+        """
+        try:
+            priority = self._scheduler.priority(job, now)
+            # NaN is not before, equal to or after any priority.
+            unordered = priority is None or priority != priority  # noqa: PLR0124
+        except FAILURES as error:
+            raise_policy_error(self._scheduler, "priority", error)
+        if unordered:
+            hint = ": is a `return` missing?" if priority is None else ""
+            why = f"{priority!r}, which has no place in an order{hint}"
+            raise wrong_answer(self._scheduler, f"priority() of {job!r}", why)
+        return priority
+
+    def changes_at(self, job: Job, now: int) -> int | None:
+        """Return when (ns) the priority of `job` changes by itself; None: it does not.
+
+        Raises:
+            PolicyError: the scheduler failed, or its answer is no time after `now`.
+        """
+        due = self.call("changes_at", self._scheduler.changes_at, job, now)
+        if due is not None and (type(due) is not int or due <= now):
+            why = f"{due!r} at {now} ns: give whole ns after that, or None"
+            raise wrong_answer(self._scheduler, f"changes_at() of {job!r}", why)
+        return due
+
+    def plan(self, state: LoopState) -> StepPlan:
+        """Return the plan of the scheduler.
+
+        Raises:
+            PolicyError: the scheduler failed, or returned no plan.
+        """
+        plan = self.call("plan", self._scheduler.plan, state)
+        if not isinstance(plan, StepPlan):
+            name = self._scheduler.name
+            msg = f"scheduler plugin {name!r}: plan() returned {plan!r}, which is no StepPlan"
+            raise PolicyError(msg)
+        return plan
+
+    def jobs(self, planned: Iterable[Job]) -> Iterator[Job]:
+        """Yield the jobs of a plan, which the scheduler may choose one after the other.
+
+        Raises:
+            PolicyError: the scheduler failed.
+        """
+        jobs = self.call("plan", iter, planned)
+        while (job := self.call("plan", next, jobs, None)) is not None:
+            yield job
+
+
+Entry: TypeAlias = tuple[Any, bool, int, Job]
+"""(rank, whether it holds no blocks, order of arrival, the job): the sort key of the queue."""
+
+_SLACK: Final = 4
+"""Entries that the heap may hold for each waiting job before it is rebuilt."""
+
+
+class WaitingQueue:
+    """Waiting jobs: a heap by rank, and the order in which they queued up.
+
+    Among equals jobs that hold blocks go first, then those that arrived first. The eviction
+    policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
+
+    Attributes:
+        entries: the jobs, in the order in which they queued up, and their places in the heap.
+    """
+
+    __slots__ = ("_heap", "_on_dequeued", "_on_queued", "entries")
+
+    def __init__(self, *evictions: EvictionPolicy) -> None:
+        self.entries: OrderedDict[Job, Entry] = OrderedDict()
+        self._heap: list[Entry] = []
+        self._on_queued, self._on_dequeued = (
+            [
+                (policy, method)
+                for policy in evictions
+                if (method := find_override(policy, name)) is not None
+            ]
+            for name in ("on_queued", "on_dequeued")
+        )
+
+    def __len__(self) -> int:
+        """Return the number of waiting jobs."""
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Job]:
+        """Yield the jobs in the order in which they queued up, the preempted ones first."""
+        return iter(self.entries)
+
+    def __contains__(self, job: object) -> bool:
+        """Return True if `job` waits."""
+        return job in self.entries
+
+    def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Add `job` by its rank, or update its rank; at the `front` of the order of entry."""
+        entry = (job.rank, job.stage != PAUSED, job.serial, job)
+        if self._on_queued and job not in self.entries:
+            for policy, on_queued in self._on_queued:
+                try:
+                    on_queued(job.known_request(), now, front=front)
+                except FAILURES as error:
+                    raise policy_error(policy, "on_queued", error) from error
+        entries, heap = self.entries, self._heap
+        entries[job] = entry
+        if front:
+            entries.move_to_end(job, last=False)
+        # An entry that a job had before stays in the heap, and is dropped when it surfaces.
+        heappush(heap, entry)
+        if len(heap) > _SLACK * (len(entries) + _SLACK):
+            heap[:] = entries.values()
+            heapify(heap)
+
+    def head(self) -> Job | None:
+        """Return the first job in rank; None without jobs."""
+        heap, entries = self._heap, self.entries
+        while heap:
+            entry = heap[0]
+            job = entry[3]
+            if entries.get(job) == entry:
+                return job
+            heappop(heap)
+        return None
+
+    def remove(self, job: Job, now: int) -> None:
+        """Remove `job`."""
+        del self.entries[job]
+        if not self._on_dequeued:
+            return
+        for policy, on_dequeued in self._on_dequeued:
+            try:
+                on_dequeued(job.known_request(), now)
+            except FAILURES as error:
+                raise policy_error(policy, "on_dequeued", error) from error

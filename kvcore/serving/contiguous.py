@@ -9,10 +9,9 @@ from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
-from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.decode_batch import DecodeBatch, StepTimes
 from kvcore.serving.fragmentation import MeasuredAllocator
 from kvcore.serving.job import Job
-from kvcore.serving.service_times import StepTimes
 
 
 class AddressSpace:

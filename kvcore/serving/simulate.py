@@ -11,12 +11,11 @@ from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache, longest_output
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.fragmentation import MeasuredAllocator, MeasuredLoop
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import AllocatorFactory, ServingLoop
+from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.workloads import check_keys

@@ -1,6 +1,13 @@
 """Workloads: the contract, the files they read, and workloads made of others."""
 
-from kvcore.workloads.base import Workload, check_keys, checked, json_fields
+from kvcore.workloads.base import (
+    Workload,
+    check_keys,
+    checked,
+    exponential,
+    json_fields,
+    poisson_arrivals,
+)
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.selection import (
     PromptWorkload,
@@ -16,10 +23,12 @@ __all__ = [
     "WorkloadSample",
     "check_keys",
     "checked",
+    "exponential",
     "file_digest",
     "find_workload",
     "json_fields",
     "lines",
     "part_of",
+    "poisson_arrivals",
     "recognise",
 ]

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from kvcore import KVCache, Trace
 from kvcore.serving import Batching
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.loop import ServingLoop
+from kvcore.serving.loop import Arrivals, ServingLoop
 from kvcore.tiers import Tiers
 from kvcore.trace import check_trace
 

@@ -10,8 +10,8 @@ from kvcore import LatencyModel, TraceError
 from kvcore.analysis import explain
 from kvcore.request import Hints
 from kvcore.serving import StepPlan
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.job import LOADING
+from kvcore.serving.loop import Arrivals
 from kvcore.trace import check_trace
 from kvcore_plugins.scheduler import FCFS
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvcore_plugins.workload.poisson import exponential
+from kvcore.workloads import exponential
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.options import replicas_text
-from kvcore.config.values import slo_text, tiers_text
+from kvcore.config.options import replicas_text, slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec

@@ -13,6 +13,7 @@ import attrs
 
 from kvcore import EvictionPolicy, InputError, Request, ScoreEviction, Span
 from kvcore.cache import BlockLayout
+from kvcore.cache.tree import root_span
 from kvcore.hosting import EngineRecorder
 from kvcore.plugins import find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key
@@ -161,7 +162,7 @@ class TreeHost:
 
     def clear(self) -> None:
         """Drop all nodes: SGLang has just made its tree."""
-        self._root = Span.root(self._geometry)
+        self._root = root_span(self._geometry)
         self._spans: dict[Any, Span] = {}
         self._nodes: dict[Span, Any] = {}
         self._held: dict[Span, None] = {}

@@ -14,7 +14,7 @@ from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
 from kvcore.units import as_float
-from kvcore_plugins.workload.poisson import poisson_arrivals
+from kvcore.workloads import poisson_arrivals
 
 _MANY = 10_000_000
 

@@ -22,8 +22,7 @@ from kvcore import InputError, Request, Workload
 from kvcore.errors import shorten
 from kvcore.files import as_path
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads import file_digest, lines
-from kvcore_plugins.workload.poisson import poisson_arrivals
+from kvcore.workloads import file_digest, lines, poisson_arrivals
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 

@@ -17,8 +17,7 @@ from attrs.validators import ge, lt
 from kvcore import Request
 from kvcore.request import KeyPrefix
 from kvcore.units import NS_PER_S, as_float
-from kvcore.workloads import lines
-from kvcore_plugins.workload.poisson import exponential
+from kvcore.workloads import exponential, lines
 from kvcore_plugins.workload.rows import MOST_NESTED, FileWorkload, Row, Turn, merged, too_deep
 
 _KEY_TOKENS = 64

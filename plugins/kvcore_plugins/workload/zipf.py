@@ -15,7 +15,7 @@ from attrs.validators import ge, in_, le
 
 from kvcore import InputError, Request, Workload
 from kvcore.units import NS_PER_S, as_float
-from kvcore_plugins.workload.poisson import poisson_arrivals
+from kvcore.workloads import poisson_arrivals
 
 ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
