@@ -400,7 +400,7 @@ class Batcher:
             self.server,
         )
         plan = self._order.plan(state)
-        for job in self._order.jobs(plan.pause):
+        for job in self._jobs(plan.pause, "paused"):
             if job not in self.running:
                 self._refuse_plan(job, "paused", "is not running")
             if job.stage not in (LOADING, DONE):
@@ -409,13 +409,18 @@ class Batcher:
 
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
         """Yield the jobs that `plan` admits; all must be waiting."""
-        for job in self._order.jobs(plan.admit):
-            if not isinstance(job, Job):
-                self._refuse_plan(job, "admitted", "is no job")
+        for job in self._jobs(plan.admit, "admitted"):
             if job.stage == LOADING:
                 continue  # it was admitted, and waits for its blocks
             if job not in self.waiting:
                 self._refuse_plan(job, "admitted", "is not waiting")
+            yield job
+
+    def _jobs(self, planned: Iterable[Job], what: str) -> Iterator[Job]:
+        """Yield the jobs of a plan; refuse everything else that it has."""
+        for job in self._order.planned(planned):
+            if not isinstance(job, Job):
+                self._refuse_plan(job, what, "is no job")
             yield job
 
     def _head_before(self, other: Job, now: int) -> bool:
@@ -745,7 +750,7 @@ class Batcher:
             self.waiting.push(job, now)
             self.changed = True
 
-    def _refuse_plan(self, job: Job, what: str, why: str) -> None:
+    def _refuse_plan(self, job: object, what: str, why: str) -> None:
         """Raise PolicyError for a plan that cannot be carried out."""
         name = self._scheduler.name
         msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which {why}"
@@ -816,8 +821,8 @@ class JobOrder:
             raise PolicyError(msg)
         return plan
 
-    def jobs(self, planned: Iterable[Job]) -> Iterator[Job]:
-        """Yield the jobs of a plan, which the scheduler may choose one after the other.
+    def planned(self, planned: Iterable[Job]) -> Iterator[Any]:
+        """Yield the entries of a plan, which the scheduler may choose one after the other.
 
         Raises:
             PolicyError: the scheduler failed.
