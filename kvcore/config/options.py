@@ -1,4 +1,7 @@
-"""`RunOptions`: every option of a run, declared once for Python, commands, TOML and sweeps."""
+"""`RunOptions`: every option of a run, declared once for Python, commands, TOML and sweeps.
+
+And the functions that read the values of options, from text, tables or objects.
+"""
 
 # ruff: noqa: RUF009 - `_option` makes fields
 

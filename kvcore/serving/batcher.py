@@ -821,15 +821,15 @@ class JobOrder:
             raise PolicyError(msg)
         return plan
 
-    def planned(self, planned: Iterable[Job]) -> Iterator[Any]:
+    def planned(self, jobs: Iterable[Job]) -> Iterator[Any]:
         """Yield the entries of a plan, which the scheduler may choose one after the other.
 
         Raises:
             PolicyError: the scheduler failed.
         """
-        jobs = self.call("plan", iter, planned)
-        while (job := self.call("plan", next, jobs, None)) is not None:
-            yield job
+        entries = self.call("plan", iter, jobs)
+        while (entry := self.call("plan", next, entries, None)) is not None:
+            yield entry
 
 
 Entry: TypeAlias = tuple[Any, bool, int, Job]
