@@ -4,7 +4,7 @@ import re
 
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, tab, until
+from helpers.browser import NARROW, WIDE, drawn, tab, until
 
 from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
@@ -174,7 +174,7 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
 def test_ids_and_times_in_the_reasons_can_be_pressed(page):
     """A request that is named gets chosen, and the clock goes to a time that is told."""
     page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 250 })")
-    page.wait_for_selector("#why-0 .ref")
+    drawn(page)
     names = page.locator("#why-0 .ref[title='Choose this request']")
     other = names.last.text_content()
     page.locator("#why-0 .ref[title='Go to this time']").first.click()
@@ -279,7 +279,7 @@ def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, sche
         page.wait_for_selector("#curves[data-drawn]")
         page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 1 })")
         page.evaluate("kvcore.seek(kvcore.end)")
-        page.wait_for_selector("#why-1")
+        drawn(page)
         shown = bad.replace("\u202e", "\ufffd")
         assert shown in page.locator("#why-0").text_content()
         assert shown in page.locator("#log-1").text_content()

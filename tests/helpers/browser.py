@@ -80,6 +80,14 @@ def until(page, condition, arg=None):
     page.evaluate(f"(arg) => new Promise((done, fail) => {{ {look}; {late}; look(); }})", arg)
 
 
+def drawn(page):
+    """Wait until the panels of a trace's page show its clock and its choice as they are now.
+
+    They are drawn before the next frame, so a selector can still find what they showed before.
+    """
+    until(page, "() => !kvcore.due")
+
+
 class Browser:
     """A browser that is offline, with tabs that were used before.
 
