@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 import attrs
@@ -147,8 +146,8 @@ def simulate(
     are accepted, and their defaults are those of `kvcore.serving.simulate`.
 
     Args:
-        workload: the requests: a plugin with options, a file, a workload, or with a `cache`
-            requests alone.
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
         cache: a new cache that accounts for tokens; None: one is built from the options.
         max_output: for `allocation="contiguous"`, the longest possible output in tokens;
             None: the longest of the workload.
@@ -178,7 +177,7 @@ def simulate(
         )
     from kvcore.config import RunConfig, RunParts  # noqa: PLC0415 - `import kvcore` is light
 
-    config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    config = RunConfig.of("simulate", workload=workload, **_flat(options))
     parts = RunParts(config, plugins)
     with _traced(parts, trace) as written:
         made = parts.arguments(written) | {"allocation": config.allocation}
@@ -186,7 +185,7 @@ def simulate(
 
 
 def simulate_cluster(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: Source = "mooncake",
     *,
     residency: bool = False,
     trace: str | PathLike[str] | None = None,
@@ -201,7 +200,8 @@ def simulate_cluster(
     `count`: `replicas=[{"count": 2, "device": "h200"}, {"count": 6, "max_seqs": 64}]`.
 
     Args:
-        workload: the requests: a plugin with options, a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
         residency: whether to measure how long blocks rest, in the caches of `result.lives`.
         trace: the file to write every decision to.
         plugins: the plugins by name; None: those that are installed.
@@ -219,7 +219,7 @@ def simulate_cluster(
     from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - as above
     from kvcore.progress import silent, ticked  # noqa: PLC0415 - as above
 
-    config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    config = RunConfig.of("simulate", workload=workload, **_flat(options))
     parts = ClusterParts(config, plugins)
     source = parts.workload
     with (
@@ -243,7 +243,8 @@ def find_capacity(
     `tensor_parallel`: each is enough by itself, and found by some four simulations.
 
     Args:
-        workload: the requests: a plugin with options, a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of simulations that have run; None: shows nothing.
         options: as for `simulate`; plugins by name, since each simulation builds its own.
@@ -255,7 +256,7 @@ def find_capacity(
     from kvcore.config import RunConfig, RunParts  # noqa: PLC0415 - `import kvcore` is light
     from kvcore.progress import silent  # noqa: PLC0415 - as above
 
-    config = RunConfig.of("simulate", workload=_given(workload), **_flat(options))
+    config = RunConfig.of("simulate", workload=workload, **_flat(options))
     if config.drafter is not None:
         msg = "drafter: what would hold is searched without drafts: leave it out"
         raise InputError(msg)
@@ -286,7 +287,8 @@ def run(
     the computation are accepted.
 
     Args:
-        workload: the requests: a plugin with options, a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
         cache: a new cache that accounts for tokens; None: one is built from the options.
         prompts: texts to continue, or a single one, in place of a workload.
         max_output: tokens to generate for each text; None: 16.
@@ -316,7 +318,7 @@ def run(
         )
     from kvcore.config import EngineParts, RunConfig  # noqa: PLC0415 - `import kvcore` is light
 
-    config = RunConfig.of("run", workload=_given(workload), **_flat(options))
+    config = RunConfig.of("run", workload=workload, **_flat(options))
     prompts = [prompts] if isinstance(prompts, str) else prompts
     parts = EngineParts(config, plugins, prompts=prompts, max_output=max_output)
     with _traced(parts, trace) as written:
@@ -329,7 +331,7 @@ def run(
 
 
 def compare(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: Source = "mooncake",
     policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,belady",
     blocks: int | Iterable[int] | None = None,
     *,
@@ -359,7 +361,8 @@ def compare(
     each policy is from the optimum, the hits of Belady's algorithm.
 
     Args:
-        workload: a plugin's name with options, the path of a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
         policies: one or several: names with options (one text may hold several), policy
             classes, functions that build a policy, and `belady` or its alias `optimum`.
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
@@ -397,7 +400,7 @@ def compare(
     plugins = plugins or Plugins()
     config = RunConfig.of(
         "compare",
-        workload=_given(workload),
+        workload=workload,
         model=model,
         device=device,
         **({"codec": codec} if kv_dtype is None else {"kv_dtype": kv_dtype}),
@@ -437,7 +440,7 @@ def compare(
 
 
 def plan(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: Source = "mooncake",
     *,
     percentile: float = 99,
     tensor_parallel: int | Iterable[int] = (1, 2, 4, 8),
@@ -458,7 +461,8 @@ def plan(
     hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
 
     Args:
-        workload: a plugin's name with options, the path of a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
         percentile: percentage of the requests that must meet their SLO.
         tensor_parallel: GPUs that share a model: each number is tried.
         replicas: numbers of replicas; None: the fewest that do.
@@ -486,7 +490,7 @@ def plan(
 
     with nullcontext() if journal is None else Journal(journal) as opened:
         return search(
-            _given(workload),
+            workload,
             percentile=percentile,
             tensor_parallel=tensor_parallel,
             replicas=replicas,
@@ -544,23 +548,6 @@ def validate(
         progress=progress,
         **_flat(options),
     )
-
-
-def _given(workload: object) -> Any:
-    """Return a workload as `RunConfig` takes it.
-
-    Raises:
-        InputError: requests alone, of which the length of a key is not known.
-    """
-    if isinstance(workload, str | Spec | Workload):
-        return workload
-    if isinstance(workload, PathLike):
-        return Path(fspath(workload))
-    msg = (
-        f"{workload!r:.60} is no workload: give a name, a file or a Workload, or a cache made "
-        "for these requests"
-    )
-    raise InputError(msg)
 
 
 def _opened(workload: Source, plugins: Plugins | None) -> Iterable[Request]:

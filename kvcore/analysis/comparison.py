@@ -169,7 +169,7 @@ class Comparison(Shown):
 
 
 def compare(
-    workload: Workload | str | os.PathLike[str],
+    workload: Workload | Iterable[Request] | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: int | Iterable[int] | None = None,
     *,
@@ -193,7 +193,8 @@ def compare(
     sizes are run once.
 
     Args:
-        workload: the source of the requests: an instance, a plugin's name with options, or the
+        workload: the source of the requests: an instance, a plugin's name with options, an
+            iterable of requests, or the
             path of a file.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
             hold several), policy classes, functions that build a policy, and `Belady` or
@@ -313,8 +314,8 @@ class ReplaySetup:
         """
         if not isinstance(workload, Workload):
             msg = (
-                f"{workload!r:.60} is no workload: give an instance, such as one of "
-                "Plugins().build('workload', 'zipf:skew=1.5')"
+                f"{workload!r:.60} is no workload: give requests, or an instance, such as one "
+                "of Plugins().build('workload', 'zipf:skew=1.5')"
             )
             raise InputError(msg)
         check_name(workload)

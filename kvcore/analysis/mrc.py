@@ -129,7 +129,7 @@ class Curves(Shown):
 
 
 def curve(
-    workload: Workload | str | os.PathLike[str],
+    workload: Workload | Iterable[Request] | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: Iterable[int] | None = None,
     *,

@@ -28,6 +28,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent, ticked
+from kvcore.request import Request
 from kvcore.tiers import Tier, Tiers
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
@@ -106,7 +107,7 @@ class Plane:
 
 
 def plane(
-    workload: Workload | str,
+    workload: Workload | Iterable[Request] | str,
     tier: Tier | str | Spec,
     layout: KVLayout,
     *,

@@ -36,6 +36,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
+from kvcore.workloads import given_workload
 
 T = TypeVar("T")
 
@@ -190,6 +191,8 @@ def plan(
         raise InputError(msg)
     degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
+    if (given := given_workload(workload)) is not None:
+        workload = given  # to a grid, a list is one of alternatives
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     _check_options(grid)
     tiers = read_option("tier", tier)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from os import PathLike, fspath
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
@@ -34,7 +35,7 @@ from kvcore.units import (
     parse_whole,
     parse_window,
 )
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, given_workload
 from kvcore.workloads.selection import BUNDLED
 
 EMPTY_PATH = "empty path; name a file"
@@ -198,15 +199,17 @@ def as_failures(value: object) -> tuple[str, ...]:
 
 
 def as_workload(value: object) -> Any:
-    """Return a workload: an instance, text, a path, or the plugin that a table names."""
+    """Return a workload: an instance or requests, text, a path, or the plugin of a table."""
     if isinstance(value, Mapping):
         return _table(value)
-    if isinstance(value, Workload):
-        check_name(value)
-        return value
     if isinstance(value, str | Path | Spec):
         return value
-    return refuse("a workload: a plugin's name with options, or the path of a file", value)
+    if isinstance(value, PathLike):
+        return Path(fspath(value))
+    if (workload := given_workload(value)) is not None:
+        check_name(workload)
+        return workload
+    return refuse("a workload: a plugin's name with options, a file, or requests", value)
 
 
 def as_model(value: object) -> ModelSpec | str:
@@ -293,7 +296,7 @@ PluginChoice: TypeAlias = Annotated[str | Spec | Plugin | Callable[[], Any], as_
 """A plugin: its name with options, an instance, or a class or function that builds one."""
 
 WorkloadChoice: TypeAlias = Annotated[str | Path | Spec | Workload, as_workload]
-"""A workload: a plugin's name with options, the path of a file, or an instance."""
+"""A workload: a plugin's name with options, the path of a file, an instance, or requests."""
 
 ModelChoice: TypeAlias = Annotated[str | ModelSpec, as_model]
 """A model: a name of the catalogue, the path of a config.json, or its numbers."""

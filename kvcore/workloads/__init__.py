@@ -11,14 +11,17 @@ from kvcore.workloads.base import (
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.selection import (
     PromptWorkload,
+    RequestWorkload,
     WorkloadSample,
     find_workload,
+    given_workload,
     part_of,
     recognise,
 )
 
 __all__ = [
     "PromptWorkload",
+    "RequestWorkload",
     "Workload",
     "WorkloadSample",
     "check_keys",
@@ -26,6 +29,7 @@ __all__ = [
     "exponential",
     "file_digest",
     "find_workload",
+    "given_workload",
     "json_fields",
     "lines",
     "part_of",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
+from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import attrs
 import orjson
@@ -67,10 +67,17 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
 
 
 def opened(workload: Any, plugins: Plugins) -> Any:
-    """Return a workload: the one that a text or path names; anything else as it is."""
-    if isinstance(workload, os.PathLike):
+    """Return the workload that a text or path names, or that requests are; others as they are.
+
+    Raises:
+        InputError: as `find_workload`, or as `RequestWorkload`.
+    """
+    if isinstance(workload, PathLike):
         return find_workload(str(Path(workload).absolute()), plugins)
-    return find_workload(workload, plugins) if isinstance(workload, str) else workload
+    if isinstance(workload, str):
+        return find_workload(workload, plugins)
+    given = given_workload(workload)
+    return workload if given is None else given
 
 
 def with_path(text: str, cls: type[Plugin]) -> str:
@@ -298,19 +305,49 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
+def _read_once(requests: Iterable[Request]) -> tuple[Request, ...]:
+    return tuple(requests)
+
+
 @attrs.define(eq=False)
-class PromptWorkload(Workload):
-    """Requests made from texts, which all arrive at once.
+class RequestWorkload(Workload):
+    """Requests that are in memory already, such as those that a program makes itself.
 
     Attributes:
-        requests: requests of `text_request`, for blocks of `key_tokens` tokens.
-        key_tokens: number of tokens of a key.
+        requests: the requests in order of arrival, of any iterable, which is read once.
+        key_tokens: number of tokens of a key; by default that of the first request.
+
+    Raises:
+        InputError: no requests where `key_tokens` is not given, an object that is no request,
+            or a request whose keys stand for another number of tokens.
     """
 
-    name: ClassVar[str] = "prompts"
+    name: ClassVar[str] = "requests"
 
-    requests: Sequence[TextRequest] = attrs.field(repr=False)
-    key_tokens: int = 16
+    requests: Sequence[Request] = attrs.field(converter=_read_once, repr=False)
+    key_tokens: int = attrs.field()
+
+    @key_tokens.default
+    def _key_tokens_of_first(self) -> int:
+        if not self.requests:
+            msg = "an empty list of requests is no workload: give at least one Request"
+            raise InputError(msg)
+        first = self.requests[0]
+        return first.key_tokens if isinstance(first, Request) else 0
+
+    def __attrs_post_init__(self) -> None:
+        """Check that all are requests, with keys of one length."""
+        for number, request in enumerate(self.requests, 1):
+            if not isinstance(request, Request):
+                msg = f"number {number} of the requests is {request!r:.60}, which is no Request"
+                raise InputError(msg)
+            if request.key_tokens != self.key_tokens:
+                msg = (
+                    f"request {request.id!r}, number {number}: a key of it stands for "
+                    f"{request.key_tokens} tokens, in this workload for {self.key_tokens}: "
+                    "give all requests of a workload the same key_tokens"
+                )
+                raise InputError(msg)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests."""
@@ -318,11 +355,10 @@ class PromptWorkload(Workload):
 
     @property
     def digest(self) -> str:
-        """The digest of all ids, output lengths and tokens."""
+        """The digest of all fields of all requests."""
         state = blake2b(digest_size=16)
         for request in self.requests:
-            state.update(f"{request.id} {request.output_tokens}:".encode())
-            state.update(array("Q", request.tokens).tobytes())
+            state.update(repr(request).encode())
         return state.hexdigest()
 
     @property
@@ -331,5 +367,35 @@ class PromptWorkload(Workload):
         return len(self.requests)
 
     def options(self) -> dict[str, int]:
-        """Return the number of requests, without their tokens."""
+        """Return the number of requests, without their fields."""
         return {"requests": len(self.requests)}
+
+
+class PromptWorkload(RequestWorkload):
+    """Requests made from texts by `text_request`, which all arrive at once."""
+
+    __slots__ = ()
+
+    name = "prompts"
+
+    @property
+    def digest(self) -> str:
+        """The digest of all ids, output lengths and tokens."""
+        state = blake2b(digest_size=16)
+        for request in cast("Sequence[TextRequest]", self.requests):
+            state.update(f"{request.id} {request.output_tokens}:".encode())
+            state.update(array("Q", request.tokens).tobytes())
+        return state.hexdigest()
+
+
+def given_workload(value: object) -> Workload | None:
+    """Return a workload as it is, and an iterable of requests as one; None for other objects.
+
+    Raises:
+        InputError: as `RequestWorkload`.
+    """
+    if isinstance(value, Workload):
+        return value
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | PathLike):
+        return RequestWorkload(value)
+    return None

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 
 import kvcore
-from kvcore import SLO, InputError, KVCache, PluginError, ScoreEviction, Workload
+from kvcore import SLO, InputError, KVCache, PluginError, Request, ScoreEviction, Workload
 from kvcore.analysis import compare
 from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
 from kvcore.config.options import option_names
 from kvcore.serving import Batching
+from kvcore.trace import read_events
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
 
@@ -102,12 +103,47 @@ def test_a_single_prompt_is_not_its_letters():
     assert result.summary()["requests"] == 1
 
 
-def test_requests_alone_need_a_cache():
-    """They do not say how long a key is."""
-    requests = list(Zipf(requests=3))
-    assert kvcore.simulate(requests, cache=KVCache(900, 16)).summary()["completed"] == 3
-    with pytest.raises(InputError, match="is no workload: give a name, a file or a Workload"):
-        kvcore.simulate(requests)
+def test_requests_are_served_as_their_workload_is():
+    """A list or generator of requests gives the result of the workload that yields them."""
+    source = Zipf(requests=30)
+    served = kvcore.simulate(source, blocks=900).summary() | {"wall_s": 0}
+    for requests in (list(source), (request for request in source)):
+        assert kvcore.simulate(requests, blocks=900).summary() | {"wall_s": 0} == served
+    assert kvcore.simulate(list(source), cache=KVCache(900, 16)).summary()["completed"] == 30
+    hits = [kvcore.compare(each, "lru", 900).rows[0].hit_blocks for each in (source, [*source])]
+    assert hits[0] == hits[1] > 0
+    spread = [
+        kvcore.simulate_cluster(each, replicas=2, blocks=900).summary() | {"wall_s": 0}
+        for each in (source, list(source))
+    ]
+    assert spread[0] == spread[1]
+
+
+def test_the_trace_of_requests_can_be_replayed(tmp_path):
+    """The header names the workload `requests`, and the trace replays without the objects."""
+    path = tmp_path / "run.jsonl"
+    kvcore.simulate(list(Zipf(requests=3)), blocks=900, trace=path)
+    assert next(iter(read_events(path))).workload.name == "requests"
+    assert frame.run(["replay", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([], "an empty list of requests is no workload"),
+        ([17], "number 1 of the requests is 17, which is no Request"),
+        (
+            [Request(id=n, prompt_tokens=1, key_tokens=n) for n in (16, 32)],
+            "request 32, number 2: a key of it stands for 32 tokens, in this workload for 16",
+        ),
+        (17, "expected a workload: a plugin's name with options, a file, or requests"),
+    ],
+)
+@pytest.mark.parametrize("call", [kvcore.simulate, kvcore.compare, kvcore.plan])
+def test_requests_that_make_no_workload_are_refused(call, requests, message):
+    """The error names the object, or the request, and what a workload needs."""
+    with pytest.raises(InputError, match=message):
+        call(requests)
 
 
 def test_a_workload_without_a_name_is_refused():

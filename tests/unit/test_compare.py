@@ -91,9 +91,9 @@ def test_a_policy_that_was_built_is_refused(policies):
         compare(small(), policies, [10])
 
 
-@pytest.mark.parametrize("workload", [Zipf, [], None])
+@pytest.mark.parametrize("workload", [Zipf, 17, None])
 def test_only_a_workload_can_be_compared_on(workload):
-    """A class and a list of requests are refused, with what to give instead."""
+    """The error of a class, a number or None in place of a workload shows what to give."""
     with pytest.raises(
         InputError, match=r"is no workload: give .* Plugins\(\).build\('workload'"
     ):

@@ -218,9 +218,15 @@ def test_what_makes_no_curve_is_refused(options, message):
 
 
 def test_what_is_no_workload_is_refused():
-    """A list of requests is none: the error says how to build one."""
-    with pytest.raises(InputError, match=r"\[\] is no workload"):
-        curve([], "lru")
+    """The error of a number in place of a workload shows how to build one."""
+    with pytest.raises(InputError, match="17 is no workload"):
+        curve(17, "lru")
+
+
+def test_requests_have_the_curve_of_their_workload():
+    """A list of requests gives the curve of the workload that yields them."""
+    asked = {"policies": ["lru", "fifo"], "blocks": [4, 8]}
+    assert curve(list(SMALL), **asked).curves == curve(SMALL, **asked).curves
 
 
 def test_progress_is_told_of_loading_reading_and_replaying():
