@@ -398,6 +398,9 @@ def compare(
     from kvcore.config import RunConfig, RunParts  # noqa: PLC0415 - as above
 
     plugins = plugins or Plugins()
+    if kv_dtype is not None and codec != "fp16":
+        msg = "kv_dtype is an earlier name of codec: give codec alone"
+        raise InputError(msg)
     config = RunConfig.of(
         "compare",
         workload=workload,

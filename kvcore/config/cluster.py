@@ -166,8 +166,16 @@ class ClusterParts(RunParts):
                 for count, parts in self.groups
             ],
             "block_size": self.geometry.block_size,
+            **self.routed(),
+        }
+
+    def routed(self) -> dict[str, Any]:
+        """Return the options of the cluster itself, for JSON; of phases and planner if any."""
+        planner = self.planner()
+        return {
             "view": self.config.view,
             "fail": [str(each) for each in self.failures],
+            **({} if planner is None else {"autoscale": plain(describe(planner))}),
             **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
 
@@ -231,18 +239,10 @@ class RecordedCluster(RecordedParts, ClusterParts):
 
     def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
         """Return the configuration of the new run in the same form; these plugins ran it."""
-        planner = self.planner()
-        scaled = {} if planner is None else {"autoscale": plain(describe(planner))}
         replicas = self.recorded()["replicas"]
         if "replicas" in self._changed or self._split_anew:
             replicas = self.config.replicas if self.split is None else len(self.members)
-        return super().rerun(plugins) | {
-            "replicas": plain(replicas),
-            "view": self.config.view,
-            "fail": [str(each) for each in self.failures],
-            **scaled,
-            **({} if self.split is None else {"disaggregate": str(self.split)}),
-        }
+        return super().rerun(plugins) | {"replicas": plain(replicas), **self.routed()}
 
     def header(self) -> dict[str, Any]:
         """Return the fields of the new header that replicas and router do not write."""

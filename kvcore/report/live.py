@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.analysis.timeline import TimelineBuilder
-from kvcore.report.tables import bars, counted
+from kvcore.report.tables import bars, counted, share
 from kvcore.trace import CacheState, events
 from kvcore.trace.state import run_blocks
 from kvcore.units import NS_PER_S, format_number, format_seconds
@@ -234,4 +234,4 @@ def clock(time: int) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
+    return share(part / whole if whole else None)

@@ -15,8 +15,6 @@ from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison, Row
 
-NO_VALUE = "-"
-
 
 @attrs.frozen
 class PagingReport:
@@ -76,16 +74,16 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "completed", f"{summary['completed']:,}"
     yield "rejected", f"{summary['rejected']:,}"
     speed = summary["throughput_tokens_s"]
-    yield "generated tokens/s", NO_VALUE if speed is None else format_number(speed)
+    yield "generated tokens/s", cell(speed, format_number)
     for kind in ("mean", "p99"):
-        yield f"TTFT, {kind}", NO_VALUE if ttft is None else format_seconds(ttft[kind])
+        yield f"TTFT, {kind}", NONE if ttft is None else format_seconds(ttft[kind])
     yield "memory: tokens of open requests", f"{seen['used']:.1%}"
     yield "memory: cached for later ones", f"{seen['cached']:.1%}"
     yield "memory: reserved, no token yet", f"{seen['internal']:.1%}"
     yield "of this, prompts in prefill", f"{seen['uncomputed']:.1%}"
     yield "time splintered", f"{seen['external']:.1%}"
     free = seen["external_free"]
-    yield "free at such times", NO_VALUE if free is None else f"{free:.1%}"
+    yield "free at such times", share(free)
 
 
 def thrashing(
@@ -197,7 +195,7 @@ def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     if drafts is None:
         return
     drafted, mean = drafts["drafted"], drafts["tokens_per_step"]
-    tokens = NO_VALUE if mean is None else format_number(mean)
+    tokens = cell(mean, format_number)
     yield (
         "drafts",
         f"{share(drafts['acceptance'])} of {drafted:,} accepted, {tokens} tokens a step",

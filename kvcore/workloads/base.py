@@ -253,9 +253,10 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
                 "at the start" if parent is root else f"after key {_key_text(parent)}"
                 for parent in (before[first], known[first])
             )
+            other = "and also" if keys[first] in keys[:first] else "in an earlier request"
             msg = (
                 f"{_place(workload, request, number)}: key {_key_text(keys[first])} "
-                f"stands {here}, in an earlier request {there}: {_UNCHAINED}"
+                f"stands {here}, {other} {there}: {_UNCHAINED}"
             )
             if isinstance(workload, Workload) and "chain" in workload.options():
                 msg += ", or give the workload the option chain=true"

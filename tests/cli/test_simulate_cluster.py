@@ -174,6 +174,17 @@ def test_a_planner_is_told(run, report):
     assert "The planner started or stopped a replica" in " ".join(run(*options).split())
 
 
+def test_json_has_the_options_of_the_cluster(report):
+    """`config` in JSON has the view, failures, planner and split phases that were asked for."""
+    planned = report("--replicas", 3, "--slo", "ttft=1", "--autoscale", "load:interval=9")
+    autoscale = planned["config"]["autoscale"]
+    assert (autoscale["name"], autoscale["options"]["interval"]) == ("load", 9)
+    split = report("--disaggregate", "prefill=1,decode=1", "--view", "exact")["config"]
+    assert split["disaggregate"].startswith("prefill=1,decode=1")
+    assert (split["view"], split["fail"]) == ("exact", [])
+    assert "autoscale" not in split
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -103,6 +103,12 @@ def test_a_single_prompt_is_not_its_letters():
     assert result.summary()["requests"] == 1
 
 
+def test_both_names_of_the_codec_are_refused():
+    """`compare` with `codec` and its earlier name `kv_dtype` raises InputError."""
+    with pytest.raises(InputError, match="give codec alone"):
+        kvcore.compare("zipf:requests=3", "lru", 9, codec="fp8-e4m3", kv_dtype="bf16")
+
+
 def test_requests_are_served_as_their_workload_is():
     """A list or generator of requests gives the result of the workload that yields them."""
     source = Zipf(requests=30)

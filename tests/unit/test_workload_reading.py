@@ -254,7 +254,10 @@ def test_checked_streams():
             [request(1, [8]), request(2, [7, 8])],
             "request 2, number 2: key 8 stands after key 7, in an earlier request at the start",
         ),
-        ([request(1, [7, 7])], "request 1, number 1: key 7 stands after key 7"),
+        (
+            [request(1, [7, 7])],
+            "request 1, number 1: key 7 stands after key 7, and also at the start",
+        ),
         (
             [request(1, [5, [7], 6])],
             "request 1, number 1: a key cannot be looked up: .*unhashable",
