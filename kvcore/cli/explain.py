@@ -20,6 +20,7 @@ from kvcore.cli.output import (
     print_text,
     progress,
     reading,
+    trace_in,
 )
 from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore.config import find_workload
@@ -94,9 +95,9 @@ def explain(
 ) -> None:
     """Explain why the prompt of REQUEST missed, or with --summary where hits were lost.
 
-    SOURCE is a trace, as --trace of compare, simulate and run writes it, or a workload as for
-    compare, which is then replayed in --blocks blocks, one request after another. An
-    unfinished trace is explained up to its cut.
+    SOURCE is a trace, as --trace of compare, simulate and run writes it, or the directory that
+    --out of simulate or run wrote, or a workload as for compare, which is then replayed in
+    --blocks blocks, one request after another. An unfinished trace is explained up to its cut.
 
     With --price, SOURCE is a workload, such as the log of a chat API; the command explains why
     the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
@@ -108,6 +109,7 @@ def explain(
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
         raise InputError(f"{msg}, not both" if summary else msg)
     plugins = Plugins()
+    source = trace_in(source)
     is_trace = price is None and _is_trace(source, plugins)
     if replica is not None and not is_trace:
         msg = f"{source} is a workload, which has no replicas: leave --replica out"

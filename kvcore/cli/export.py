@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.options import replica_option
-from kvcore.cli.output import emit_json, file_path, input_file, json_option, reading
+from kvcore.cli.output import emit_json, file_path, json_option, reading, trace_file
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
@@ -128,7 +128,7 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     "kvcore export run.jsonl.gz --to vllm --zmq tcp://127.0.0.1:5557",
     renamed={"--format": "--to"},
 )
-@click.argument("trace", callback=input_file)
+@click.argument("trace", callback=trace_file)
 @click.option(
     "--to",
     "kind",
@@ -174,7 +174,8 @@ def export(
     """Export the TRACE of a run as KV events, requests or tracks, for other tools.
 
     Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
-    ZMQ, from the first subscriber's connection until the last subscriber leaves.
+    ZMQ, from the first subscriber's connection until the last subscriber leaves. The TRACE
+    may be the directory that --out of simulate or run wrote.
     """
     if out is not None and zmq is None and replay is None:
         refuse_overwrite(out, [trace])

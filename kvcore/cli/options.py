@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.cli.output import file_path, input_file, print_table, prometheus_option
+from kvcore.cli.output import file_path, input_file, print_table, prometheus_option, trace_file
 from kvcore.cli.verb import Count, Time, complete_workload, flag_of, plugin_completion
 from kvcore.config import Mode, RunConfig, read_toml
 from kvcore.config.options import (
@@ -451,7 +451,7 @@ def _type(option: click.Parameter) -> Any:
         return Any
     if option.name in option_names():
         return option_type(str(option.name))
-    if option.callback in (file_path, input_file):
+    if option.callback in (file_path, input_file, trace_file):
         return Path
     if isinstance(option.type, click.Choice):
         return Literal[tuple(option.type.choices)]

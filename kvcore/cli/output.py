@@ -90,6 +90,28 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return input_path(value) if value else file_path(ctx, param, value)
 
 
+def trace_in(source: str) -> str:
+    """Return the path of the trace in a directory that `--out` wrote; else `source`.
+
+    Raises:
+        InputError: the directory has no trace.
+    """
+    if not source or not Path(source).is_dir():
+        return source
+    from kvcore.serving.result import TRACE  # noqa: PLC0415 - `--help` does without
+
+    trace = Path(source) / TRACE
+    if not trace.exists():
+        msg = f"{source} is a directory without {TRACE}: give a trace, or what --out wrote"
+        raise InputError(msg)
+    return str(trace)
+
+
+def trace_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of a trace to read, which a directory that `--out` wrote has too."""
+    return input_file(ctx, param, value if value is None else trace_in(value))
+
+
 def terminal_width() -> int | None:
     """Return the columns of the terminal; None if stdout is no terminal."""
     return get_terminal_size().columns if results().isatty() else None

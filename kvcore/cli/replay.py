@@ -12,11 +12,11 @@ from kvcore.cli.options import price_option, what_if
 from kvcore.cli.output import (
     emit_json,
     file_path,
-    input_file,
     json_option,
     print_sections,
     progress,
     reading,
+    trace_file,
 )
 from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError, TraceError
@@ -43,7 +43,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     "kvcore replay run.jsonl.gz --at 60",
     "kvcore replay run.jsonl.gz --eviction lfu --blocks 20k",
 )
-@click.argument("file", callback=input_file)
+@click.argument("file", callback=trace_file)
 @click.option(
     "--at",
     type=Time(),
@@ -91,8 +91,8 @@ def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
     That needs a complete trace of `compare`, or, under the model's clock, of `simulate` or
     `run`; or the recording of an engine.
 
-    FILE may also be a recording of a real server's KV events, as `kvcore record` writes it:
-    it is checked, and its counts are shown.
+    FILE may be the directory that --out of simulate or run wrote, or a recording of a real
+    server's KV events, as `kvcore record` writes it: it is checked, and its counts are shown.
     """
     from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 

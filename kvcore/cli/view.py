@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvcore.cli.options import replica_option
-from kvcore.cli.output import input_file, page_option, progress, write_page
+from kvcore.cli.output import page_option, progress, trace_file, write_page
 from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
@@ -20,8 +20,8 @@ from kvcore.units import parse_window
     "kvcore view lru.jsonl.gz lfu.jsonl.gz -o both.html",
     "kvcore view run.jsonl.gz --window 600:900 --serve",
 )
-@click.argument("trace", callback=input_file)
-@click.argument("other", required=False, callback=input_file)
+@click.argument("trace", callback=trace_file)
+@click.argument("other", required=False, callback=trace_file)
 @page_option()
 @click.option(
     "--serve", is_flag=True, help="Serve the page to browsers on this machine until Ctrl-C."
@@ -69,6 +69,8 @@ def view(
     map of blocks, the prefix tree, requests over time, curves, and why each request missed,
     at any moment of the run. If a trace is longer than --events, the page has its first lines,
     or those from the start of --window on, and says so.
+
+    A TRACE may be the directory that --out of simulate or run wrote.
     """
     from kvcore.pages import view_page  # noqa: PLC0415 - `--help` does without
     from kvcore.pages.playback import Window  # noqa: PLC0415 - as above

@@ -12,7 +12,7 @@ import click
 import orjson
 
 from kvcore.cli.options import replica_option
-from kvcore.cli.output import input_file
+from kvcore.cli.output import trace_file
 from kvcore.cli.verb import Time, results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
@@ -38,7 +38,7 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
 
 
 @verb("kvcore watch run.jsonl.gz --speed 60", "kvcore watch run.jsonl.gz --from 90 --to 95")
-@click.argument("trace", callback=input_file)
+@click.argument("trace", callback=trace_file)
 @click.option(
     "--speed",
     type=float,
@@ -81,7 +81,8 @@ def watch(
     """Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.
 
     A trace that is still being written (as FILE.part, by another process) is followed until
-    its end. Where stdout is no terminal, a line is printed from time to time.
+    its end. Where stdout is no terminal, a line is printed from time to time. The TRACE may
+    be the directory that --out of simulate or run wrote.
     """
     from kvcore.cli.live import Player, display  # noqa: PLC0415 - `--help` does without
 

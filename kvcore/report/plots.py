@@ -194,14 +194,18 @@ def timeline(timeline: Timeline, form: str) -> bytes:
     """Plot the phases of requests: a row each; or, of many, the number in each phase.
 
     Raises:
-        InputError: no request took any time, as in a trace without a clock.
+        InputError: no request took any time, as in a trace without a clock, or if none was
+            admitted.
     """
     requests, phases = timeline.requests, timeline.phases
     if len(requests) and not len(phases):
-        msg = (
-            f"{timeline.source}: requests take no time in it, so that there is no timeline: "
-            "give the trace of a run with a clock, as `kvcore simulate --trace` writes it"
-        )
+        msg = f"{timeline.source}: no request was admitted in it, so that there is no timeline"
+        if timeline.header["mode"] == "untimed":
+            msg = (
+                f"{timeline.source}: requests take no time in it, so that there is no "
+                "timeline: give the trace of a run with a clock, as `kvcore simulate --trace` "
+                "writes it"
+            )
         raise InputError(msg)
     few = len(requests) <= ROWS and len(phases) <= BARS
     title = f"Requests of {_requests(timeline)}"

@@ -172,11 +172,19 @@ def test_no_clock_no_timeline_and_no_latency(tmp_path):
         cache.close(cache.open(traces.ask("a", "ab"), None, 1), 1)
     timeline = Timeline.read(tmp_path / "run.jsonl")
     with pytest.raises(
-        InputError, match=r"requests take no time in it.* kvcore simulate|`kvcore"
+        InputError, match=r"requests take no time in it.* as `kvcore simulate --trace`"
     ):
         plots.timeline(timeline, "png")
     with pytest.raises(InputError, match="it has no clock"):
         plots.Latencies.of(timeline)
+
+
+def test_requests_that_were_all_rejected_have_no_timeline(tmp_path):
+    """The error of a trace with a clock does not ask for one: no request was admitted."""
+    file = tmp_path / "run.jsonl"
+    simulate("zipf:requests=3,prefix_tokens=4096", blocks=4, trace=file)
+    with pytest.raises(InputError, match="no request was admitted in it, so that there is no"):
+        plots.timeline(Timeline.read(file), "png")
 
 
 def test_latency(served):
